@@ -213,9 +213,9 @@ def overlaps(trace: Trace) -> tuple[float, float]:
         before[row.request, row.layer, row.head] = pages
         if last is not None:
             num_pages = max(pages) + 1
-            chosen = {page for page in pages if SINK <= page < num_pages - WINDOW}
+            selected = {page for page in pages if SINK <= page < num_pages - WINDOW}
             every.append(len(pages & last) / len(pages))
-            free.append(len(chosen & last) / max(len(chosen), 1))
+            free.append(len(selected & last) / max(len(selected), 1))
     return mean(every), mean(free)
 
 

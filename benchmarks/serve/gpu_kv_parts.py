@@ -67,10 +67,10 @@ def _layer(length: int, requests: int, budgets: tuple[float, ...]) -> list[dict[
     )
     shifts = (kept - length).int().cuda().expand(requests, -1).contiguous()
     every = torch.arange(KV_HEADS, device="cuda")
-    mixed = torch.randn(requests, (heads + 2 * KV_HEADS) * WIDTH, device="cuda", dtype=torch.bfloat16)
-    arrived = torch.zeros(requests * KV_HEADS, dtype=torch.int32, device="cuda")
+    qkv = torch.randn(requests, (heads + 2 * KV_HEADS) * WIDTH, device="cuda", dtype=torch.bfloat16)
+    split_counter = torch.zeros(requests * KV_HEADS, dtype=torch.int32, device="cuda")
     lengths = torch.full((requests,), length, device="cuda")
-    tokens = DecodeMetadata(torch.arange(requests, device="cuda"), lengths, tables, arrived, length)
+    tokens = DecodeMetadata(torch.arange(requests, device="cuda"), lengths, tables, split_counter, length)
     shares = tuple(splits_per_cluster(torch.tensor(budgets)).tolist())
     alike = (num_splits(requests, KV_HEADS, length, chip),) * KV_HEADS
     layouts = {"as the table says": alike if len(set(shares)) == 1 else parts_of(shares, requests, chip)}
@@ -82,7 +82,7 @@ def _layer(length: int, requests: int, budgets: tuple[float, ...]) -> list[dict[
         most = 1 << (max(parts) - 1).bit_length()
 
         def call(own: ClusteredHeadPages = own, most: int = most) -> Any:
-            return paged_decode(mixed, keys, values, tokens, rotation, 0.1, head_pages=own, splits=most)
+            return paged_decode(qkv, keys, values, tokens, rotation, 0.1, head_pages=own, splits=most)
 
         rows.append({"way": layout, "parts": parts, "us": graph_seconds([call] * 4) * 1e6})
     return [{"tokens": length, "bytes": 4 * WIDTH * int(kept.sum()) * requests, **row} for row in rows]
@@ -97,13 +97,13 @@ def _plain(length: int, requests: int, kind: str | None) -> dict[str, Any]:
     block = numbers if form is None else form.quantize(numbers)  # one for all: the contents do not affect the time
     pages = [block.expand(requests * blocks, -1, -1, -1).contiguous() for _ in range(2)]
     tables = torch.randperm(requests * blocks, device="cuda").view(requests, -1).int()
-    arrived = torch.zeros(requests * KV_HEADS, dtype=torch.int32, device="cuda")
+    split_counter = torch.zeros(requests * KV_HEADS, dtype=torch.int32, device="cuda")
     lengths = torch.full((requests,), length, device="cuda")
-    tokens = DecodeMetadata(torch.arange(requests, device="cuda"), lengths, tables, arrived, length)
+    tokens = DecodeMetadata(torch.arange(requests, device="cuda"), lengths, tables, split_counter, length)
     heads = COMMON["num_attention_heads"]
-    mixed = torch.randn(requests, (heads + 2 * KV_HEADS) * WIDTH, device="cuda", dtype=torch.bfloat16)
+    qkv = torch.randn(requests, (heads + 2 * KV_HEADS) * WIDTH, device="cuda", dtype=torch.bfloat16)
     rotation = RotaryParams(*(torch.randn(length + 1, WIDTH, device="cuda") for _ in range(2)))
-    seconds = graph_seconds([lambda: paged_decode(mixed, *pages, tokens, rotation, 0.1, kv_quant=form)] * 4)
+    seconds = graph_seconds([lambda: paged_decode(qkv, *pages, tokens, rotation, 0.1, kv_quant=form)] * 4)
     octets = 2 * last * dtype.itemsize * KV_HEADS * length * requests
     name = "plain pages" if kind is None else f"plain pages, {kind}"
     return {"tokens": length, "bytes": octets, "way": name, "parts": [], "us": seconds * 1e6}

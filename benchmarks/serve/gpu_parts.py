@@ -118,10 +118,10 @@ def _decoding(shape: str, requests: int, bandwidth: float, tune: bool) -> list[d
     rotation = RotaryParams(torch.randn(LENGTH, width, device="cuda"), torch.randn(LENGTH, width, device="cuda"))
     pages, tables = _pages(shape, requests)
     lengths = torch.full((requests,), LENGTH, device="cuda")
-    arrived = torch.zeros(requests * KV_HEADS, dtype=torch.int32, device="cuda")
-    tokens = paged.DecodeMetadata(torch.arange(requests, device="cuda"), lengths, tables, arrived, 1024)
-    mixed = _random(requests, (HEADS + 2 * KV_HEADS) * width)
-    chip = num_sms(mixed.device)
+    split_counter = torch.zeros(requests * KV_HEADS, dtype=torch.int32, device="cuda")
+    tokens = paged.DecodeMetadata(torch.arange(requests, device="cuda"), lengths, tables, split_counter, 1024)
+    qkv = _random(requests, (HEADS + 2 * KV_HEADS) * width)
+    chip = num_sms(qkv.device)
     num_splits = paged.num_splits(requests, KV_HEADS, tokens.max_seq_len, chip)
     configs = [
         (paged.decode_config(requests * KV_HEADS * num_splits, num_splits, tokens.max_seq_len, chip), num_splits)
@@ -134,7 +134,7 @@ def _decoding(shape: str, requests: int, bandwidth: float, tune: bool) -> list[d
     rows = []
     for tiles, parts in configs:
         calls = [
-            lambda p=page, t=tiles, s=parts: paged.paged_decode(mixed, *p, tokens, rotation, 0.1, splits=s, config=t)
+            lambda p=page, t=tiles, s=parts: paged.paged_decode(qkv, *p, tokens, rotation, 0.1, splits=s, config=t)
             for page in pages
         ]
         time = graph_seconds(calls * (1 if len(calls) > 4 else 8))

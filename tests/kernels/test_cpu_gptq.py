@@ -143,8 +143,8 @@ def test_views(kind: str) -> None:
     check(kind, seen(block, lambda tensor: tensor.T.contiguous().T))
     check(kind, seen(block, lambda tensor: tensor[16:40, 16:40]))
     check(kind, seen(block, lambda tensor: tensor[:40:2, :40:2]))
-    weight, factor, *grid = block
-    check(kind, (weight, factor, *seen(grid, lambda tensor: tensor[:1, :1].expand(40, 64))))
+    weight, factor, *qparams = block
+    check(kind, (weight, factor, *seen(qparams, lambda tensor: tensor[:1, :1].expand(40, 64))))
 
 
 def seen(tensors: Any, view: Callable[[Tensor], Tensor]) -> Any:

@@ -48,29 +48,29 @@ def test_norm_and_gate(dtype: torch.dtype, width: int) -> None:
     torch.manual_seed(1)
     hidden, residual = torch.randn(5, width), torch.randn(5, width).to(dtype)
     weight, y = torch.randn(width), torch.empty(5, width, dtype=dtype)
-    both, gated = (3 * torch.randn(5, 2 * width)).to(dtype), torch.empty(5, width, dtype=dtype)
+    gate_up, gated = (3 * torch.randn(5, 2 * width)).to(dtype), torch.empty(5, width, dtype=dtype)
     total = hidden + residual.float()
     program = Program(LIBRARY)
     program.add(
         compiled.ADD_NORM, x=hidden, other=residual, y=y, weight=weight, weight_type=weight.dtype, type=dtype,
         width=width, epsilon=1e-5,
     )  # fmt: skip
-    up = both.view(-1)[width:]
-    program.add(compiled.GATE, x=both, other=up, y=gated, type=dtype, x_stride=2 * width, width=width)
+    up = gate_up.view(-1)[width:]
+    program.add(compiled.GATE, x=gate_up, other=up, y=gated, type=dtype, x_stride=2 * width, width=width)
     run(program, 5)
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
     assert torch.allclose(hidden, total, atol=1e-6)
     expected = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * weight
     assert torch.allclose(y.float(), expected, **tolerance)
-    wide = both.float()
+    wide = gate_up.float()
     assert torch.allclose(gated.float(), torch.nn.functional.silu(wide[:, :width]) * wide[:, width:], **tolerance)
 
 
 def test_exponentials_far_from_zero() -> None:
     """The gate at its extremes: silu(x) is 0 for large negative x and x for large positive x."""
     x = torch.tensor([[-1e30, -100.0, -88.5, -87.0, -20.0, 20.0, 88.0, 1e30]])
-    both, gated = torch.cat([x, torch.ones_like(x)], dim=1), torch.empty_like(x)
+    gate_up, gated = torch.cat([x, torch.ones_like(x)], dim=1), torch.empty_like(x)
     program = Program(LIBRARY)
-    program.add(compiled.GATE, x=both, other=both.view(-1)[8:], y=gated, type=torch.float32, x_stride=16, width=8)
+    program.add(compiled.GATE, x=gate_up, other=gate_up.view(-1)[8:], y=gated, type=torch.float32, x_stride=16, width=8)
     run(program, 1)
     assert torch.allclose(gated, torch.nn.functional.silu(x), rtol=1e-5, atol=1e-30)

@@ -18,20 +18,20 @@ TYPES = [torch.float32, HALF]
 @triton.jit
 def byte_kernel(octets, numbers, EIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Dequantize all bytes."""
-    each = tl.arange(0, 256)[None, :]
-    found = tl.load(octets + each)
+    offsets = tl.arange(0, 256)[None, :]
+    codes = tl.load(octets + offsets)
     DTYPE: tl.constexpr = numbers.dtype.element_ty
-    tl.store(numbers + each, int8_values(found, DTYPE) if EIGHT else e4m3_numbers(found, DTYPE))
+    tl.store(numbers + offsets, int8_values(codes, DTYPE) if EIGHT else e4m3_numbers(codes, DTYPE))
 
 
 @triton.jit
 def halves_kernel(octets, numbers):  # type: ignore[no-untyped-def]
     """Dequantize both halves of all bytes minus every zero point: [16, 2, 256]"""
-    row, each = tl.arange(0, 16)[:, None], tl.arange(0, 256)[None, :]
-    found = tl.load(octets + row * 0 + each)
-    low, high = half_values(found, row, numbers.dtype.element_ty)
-    tl.store(numbers + row * 512 + each, low)
-    tl.store(numbers + row * 512 + 256 + each, high)
+    row, offsets = tl.arange(0, 16)[:, None], tl.arange(0, 256)[None, :]
+    codes = tl.load(octets + row * 0 + offsets)
+    low, high = half_values(codes, row, numbers.dtype.element_ty)
+    tl.store(numbers + row * 512 + offsets, low)
+    tl.store(numbers + row * 512 + 256 + offsets, high)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

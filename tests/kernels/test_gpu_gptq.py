@@ -44,10 +44,10 @@ def test_bit_for_bit(kind: str, rows: int, columns: int) -> None:
     if kind != "symmetric":
         zero = torch.rand(rows, columns, device=DEVICE) * 15
         zero = zero.half().float() if kind == "fractions" else zero.round()
-    grid = QuantParams(scale[..., None], None if zero is None else zero[..., None])
+    qparams = QuantParams(scale[..., None], None if zero is None else zero[..., None])
     before = weight.clone()
     codes, errors = gptq_block(weight, factor, scale, zero, 15, default_zero=8.0, fractional_zero=kind == "fractions")
-    wanted_codes, wanted_errors = column_by_column(weight, factor, grid, number_format)
+    wanted_codes, wanted_errors = column_by_column(weight, factor, qparams, number_format)
     assert torch.equal(codes, wanted_codes)
     assert torch.equal(errors, wanted_errors)
     assert torch.equal(weight, before)

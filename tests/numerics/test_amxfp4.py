@@ -29,9 +29,11 @@ def test_the_other_sign_mirrors_the_codes() -> None:
 def test_each_sign_has_its_own_scale() -> None:
     """A block whose positive values are a hundred times its negative ones represents both."""
     x = torch.where(torch.arange(32) % 2 == 0, 100.0, -1.0) * torch.linspace(0.5, 1, 32)
-    grid = get_format("amxfp4@float32").quantize(x[None]).qparams
-    assert grid.negative is not None
-    assert float(grid.scale * 6) == pytest.approx(float(x.max())) and float(grid.negative * 6) == pytest.approx(1.0)
+    qparams = get_format("amxfp4@float32").quantize(x[None]).qparams
+    assert qparams.negative is not None
+    assert float(qparams.scale * 6) == pytest.approx(float(x.max())) and float(qparams.negative * 6) == pytest.approx(
+        1.0
+    )
     small = x < 0
     assert float((get_format("amxfp4").fake_quantize(x[None])[0, small] / x[small] - 1).abs().max()) < 0.2
     assert bool((get_format("mxfp4").fake_quantize(x[None])[0, small] == 0).all())
@@ -44,9 +46,12 @@ def test_the_product_by_four_quadrants_of_signs() -> None:
     parts = {}
     for name, operand in (("left", left), ("right", right)):
         elements = number_format.elements.decode(operand.codes).unflatten(-1, (-1, 32))  # type: ignore[attr-defined]
-        grid = operand.qparams
-        assert grid.negative is not None
-        parts[name] = [(elements.clamp(min=0), grid.scale[..., 0]), (elements.clamp(max=0), grid.negative[..., 0])]
+        qparams = operand.qparams
+        assert qparams.negative is not None
+        parts[name] = [
+            (elements.clamp(min=0), qparams.scale[..., 0]),
+            (elements.clamp(max=0), qparams.negative[..., 0]),
+        ]
     product = torch.zeros(5, 7, dtype=torch.float64)
     for a, scale_a in parts["left"]:
         for b, scale_b in parts["right"]:
@@ -59,6 +64,6 @@ def test_the_product_by_four_quadrants_of_signs() -> None:
 
 def test_a_tiny_block_has_the_smallest_scale_and_not_zero() -> None:
     x = torch.full((1, 32), 2.0**-18)
-    grid = get_format("amxfp4").quantize(x).qparams
-    assert float(grid.scale) == 2.0**-16 and float(grid.negative) == 1.0  # type: ignore[arg-type]
+    qparams = get_format("amxfp4").quantize(x).qparams
+    assert float(qparams.scale) == 2.0**-16 and float(qparams.negative) == 1.0  # type: ignore[arg-type]
     assert torch.equal(get_format("amxfp4").fake_quantize(x), torch.zeros(1, 32))

@@ -47,9 +47,9 @@ def round_trip(quantized: QuantizedTensor) -> QuantizedTensor:
 def test_every_value_rounds_to_the_nearest_grid_value(name: str, x: Tensor) -> None:
     number_format = get_format(name)
     grouped = number_format.split_groups(x)
-    grid = number_format.compute_qparams(grouped, tensor_amax=number_format.tensor_amax(x))
-    error = (number_format.dequantize_groups(number_format.quantize_groups(grouped, grid), grid) - grouped).abs()
-    choices = every_value(number_format, grid)
+    qparams = number_format.compute_qparams(grouped, tensor_amax=number_format.tensor_amax(x))
+    error = (number_format.dequantize_groups(number_format.quantize_groups(grouped, qparams), qparams) - grouped).abs()
+    choices = every_value(number_format, qparams)
     if number_format.group_size == 0:
         choices = choices.expand(*grouped.shape[:-1], -1)
     least = (grouped[..., None] - choices[..., None, :]).abs().nan_to_num(nan=torch.inf).amin(-1)
@@ -62,13 +62,13 @@ def test_every_value_rounds_to_the_nearest_grid_value(name: str, x: Tensor) -> N
 def test_grid_values_are_unchanged(name: str, x: Tensor) -> None:
     number_format = get_format(name)
     grouped = number_format.split_groups(x)
-    grid = number_format.compute_qparams(grouped, tensor_amax=number_format.tensor_amax(x))
-    codes = number_format.quantize_groups(grouped, grid)
-    values = number_format.dequantize_groups(codes, grid)
-    again = number_format.quantize_groups(values, grid)
-    assert torch.equal(number_format.dequantize_groups(again, grid), values)
-    every = every_value(number_format, grid).nan_to_num(nan=0.0)
-    assert torch.equal(number_format.dequantize_groups(number_format.quantize_groups(every, grid), grid), every)
+    qparams = number_format.compute_qparams(grouped, tensor_amax=number_format.tensor_amax(x))
+    codes = number_format.quantize_groups(grouped, qparams)
+    values = number_format.dequantize_groups(codes, qparams)
+    requantized = number_format.quantize_groups(values, qparams)
+    assert torch.equal(number_format.dequantize_groups(requantized, qparams), values)
+    every = every_value(number_format, qparams).nan_to_num(nan=0.0)
+    assert torch.equal(number_format.dequantize_groups(number_format.quantize_groups(every, qparams), qparams), every)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if get_format(name).scale_dtype in POWER_OF_TWO_SCALES])
@@ -94,8 +94,8 @@ def test_rounding_is_idempotent(name: str) -> None:
 def test_pack_and_unpack(name: str, x: Tensor) -> None:
     number_format = get_format(name)
     quantized = number_format.quantize(x)
-    again = round_trip(quantized)
-    assert torch.equal(again.codes, quantized.codes) and torch.equal(again.dequantize(), quantized.dequantize())
+    unpacked = round_trip(quantized)
+    assert torch.equal(unpacked.codes, quantized.codes) and torch.equal(unpacked.dequantize(), quantized.dequantize())
     assert quantized.dequantize().shape == x.shape and quantized.dequantize().dtype == torch.float32
 
 
@@ -198,10 +198,10 @@ def test_stochastic_rounding_is_unbiased_and_lands_on_neighbors(name: str) -> No
     number_format, generator, draws = get_format(name), torch.Generator().manual_seed(1), 1500
     x = torch.randn(2, 40)
     grouped = number_format.split_groups(x)
-    grid = number_format.compute_qparams(grouped, tensor_amax=number_format.tensor_amax(x))
-    codes = number_format.quantize_groups_stochastic(grouped.expand(draws, *grouped.shape), grid, generator)
-    samples = number_format.dequantize_groups(codes, grid)
-    choices = every_value(number_format, grid).nan_to_num(nan=torch.inf)
+    qparams = number_format.compute_qparams(grouped, tensor_amax=number_format.tensor_amax(x))
+    codes = number_format.quantize_groups_stochastic(grouped.expand(draws, *grouped.shape), qparams, generator)
+    samples = number_format.dequantize_groups(codes, qparams)
+    choices = every_value(number_format, qparams).nan_to_num(nan=torch.inf)
     choices = choices.expand(*grouped.shape[:-1], -1)[..., None, :]
     slack = 1e-6 * grouped.abs()
     high = choices.masked_fill(choices < (grouped - slack)[..., None], torch.inf).amin(-1)

@@ -22,9 +22,9 @@ def fitted(number_format: Format, x: Tensor) -> tuple[Tensor, QuantParams]:
 def test_the_error_is_at_most_half_a_step(bits: int, kind: str, group: str) -> None:
     number_format = get_format(f"int{bits}{kind}/{group}")
     for x in (torch.randn(8, 64), torch.rand(8, 64) + 0.5, -torch.rand(8, 64), torch.randn(8, 64).pow(3)):
-        grouped, grid = fitted(number_format, x)
-        error = number_format.dequantize_groups(number_format.quantize_groups(grouped, grid), grid) - grouped
-        assert bool((error.abs() <= grid.scale * (0.5 + 1e-4)).all())
+        grouped, qparams = fitted(number_format, x)
+        error = number_format.dequantize_groups(number_format.quantize_groups(grouped, qparams), qparams) - grouped
+        assert bool((error.abs() <= qparams.scale * (0.5 + 1e-4)).all())
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -34,15 +34,15 @@ def test_ranges(bits: int) -> None:
     """
     x = torch.randn(4, 64)
     largest, (low, high) = x.abs().amax(1), x.aminmax(dim=1)
-    top = 2 ** (bits - 1)
+    half_range = 2 ** (bits - 1)
     scales = {
         variant: fitted(get_format(f"int{bits}{variant}"), x)[1].scale.flatten() for variant in ("", "-wide", "-asym")
     }
-    torch.testing.assert_close(scales[""], largest / (top - 1))
-    torch.testing.assert_close(scales["-wide"], largest / (top - 0.5))
-    torch.testing.assert_close(scales["-asym"], (high - low) / (2 * top - 1))
-    _, grid = fitted(get_format(f"int{bits}"), torch.tensor([[top - 1.0]]))
-    assert every_value(get_format(f"int{bits}"), grid).flatten().tolist() == list(range(-top, top))
+    torch.testing.assert_close(scales[""], largest / (half_range - 1))
+    torch.testing.assert_close(scales["-wide"], largest / (half_range - 0.5))
+    torch.testing.assert_close(scales["-asym"], (high - low) / (2 * half_range - 1))
+    _, qparams = fitted(get_format(f"int{bits}"), torch.tensor([[half_range - 1.0]]))
+    assert every_value(get_format(f"int{bits}"), qparams).flatten().tolist() == list(range(-half_range, half_range))
 
 
 def test_the_asymmetric_rule_by_hand() -> None:
@@ -61,17 +61,19 @@ def test_the_asymmetric_rule_by_hand() -> None:
 @pytest.mark.parametrize("name", ["int4-asym", "dint4", "int4-float-zero", "int4-float32-zero"])
 def test_zero_is_exact_for_values_of_one_sign(sign: int, name: str) -> None:
     x = sign * (5 + torch.rand(1, 64))
-    _, grid = fitted(get_format(name), x)
-    assert grid.zero is not None and float(grid.zero) in (0.0, 13.0 if name == "dint4" else 15.0)
+    _, qparams = fitted(get_format(name), x)
+    assert qparams.zero is not None and float(qparams.zero) in (0.0, 13.0 if name == "dint4" else 15.0)
     zeros = torch.zeros(1, 1, 4)
-    assert torch.equal(get_format(name).dequantize_groups(get_format(name).quantize_groups(zeros, grid), grid), zeros)
+    assert torch.equal(
+        get_format(name).dequantize_groups(get_format(name).quantize_groups(zeros, qparams), qparams), zeros
+    )
 
 
 @pytest.mark.parametrize("name", ["int4-asym", "dint4"])
 def test_the_zero_point_of_a_nan_is_a_byte(name: str) -> None:
     """NaN converts to a different byte on different machines."""
-    grid = get_format(name).quantize(torch.tensor([[1.0, torch.nan]])).qparams
-    assert grid.zero is not None and float(grid.zero) == 0.0
+    qparams = get_format(name).quantize(torch.tensor([[1.0, torch.nan]])).qparams
+    assert qparams.zero is not None and float(qparams.zero) == 0.0
 
 
 def test_integer_ties_round_to_even() -> None:
@@ -82,28 +84,28 @@ def test_integer_ties_round_to_even() -> None:
 def test_a_fractional_zero_point_is_kept() -> None:
     """As HQQ produces it: stored in float16, added before rounding."""
     number_format = get_format("int4-float-zero")
-    grid = QuantParams(torch.full((1, 1, 1), 0.5), torch.full((1, 1, 1), 3.25))
-    assert number_format.quantize_groups(torch.tensor([[[0.0, 0.25, 0.2]]]), grid).tolist() == [[[3, 4, 4]]]
-    assert number_format.dequantize_groups(torch.tensor([[[3, 4]]], dtype=torch.uint8), grid).tolist() == [
+    qparams = QuantParams(torch.full((1, 1, 1), 0.5), torch.full((1, 1, 1), 3.25))
+    assert number_format.quantize_groups(torch.tensor([[[0.0, 0.25, 0.2]]]), qparams).tolist() == [[[3, 4, 4]]]
+    assert number_format.dequantize_groups(torch.tensor([[[3, 4]]], dtype=torch.uint8), qparams).tolist() == [
         [[-0.125, 0.375]]
     ]
-    stored = number_format.store_qparams(grid)
-    assert stored["zero"].dtype == torch.float16 and torch.equal(number_format.load_qparams(stored).zero, grid.zero)  # type: ignore[arg-type]
+    stored = number_format.store_qparams(qparams)
+    assert stored["zero"].dtype == torch.float16 and torch.equal(number_format.load_qparams(stored).zero, qparams.zero)  # type: ignore[arg-type]
 
 
 def test_the_codes_of_dint4() -> None:
     """Codes 0 to 13 are integer steps around the zero point; 14 and 15 are plus and minus half a step."""
-    grid = QuantParams(torch.ones(1, 1, 1), torch.full((1, 1, 1), 5.0))
-    values = every_value(get_format("dint4"), grid).flatten().tolist()
+    qparams = QuantParams(torch.ones(1, 1, 1), torch.full((1, 1, 1), 5.0))
+    values = every_value(get_format("dint4"), qparams).flatten().tolist()
     assert values == [*range(-5, 9), 0.5, -0.5]
 
 
 @pytest.mark.parametrize(("bits", "top"), [(3, 2), (4, 6), (8, 126)])
 def test_the_codes_of_symmetric_dint(bits: int, top: int) -> None:
     number_format = get_format(f"dint{bits}-sym")
-    grouped, grid = fitted(number_format, torch.linspace(-top, top, 40 * top + 1)[None])
-    assert float(grid.scale) == 1.0
-    result = number_format.dequantize_groups(number_format.quantize_groups(grouped, grid), grid).unique().tolist()
+    grouped, qparams = fitted(number_format, torch.linspace(-top, top, 40 * top + 1)[None])
+    assert float(qparams.scale) == 1.0
+    result = number_format.dequantize_groups(number_format.quantize_groups(grouped, qparams), qparams).unique().tolist()
     assert result == sorted([*range(-top, top + 1), 0.5, -0.5])
 
 
@@ -121,12 +123,12 @@ def test_dint_clamps_values_beyond_its_grid(zero: float) -> None:
     zero, the half step is the end there.
     """
     number_format = get_format("dint4")
-    grid = QuantParams(torch.ones(1, 1, 1), torch.full((1, 1, 1), zero))
+    qparams = QuantParams(torch.ones(1, 1, 1), torch.full((1, 1, 1), zero))
     x = torch.tensor([[[-40.0, -0.8, 0.8, 40.0]]])
-    choices = every_value(number_format, grid).flatten()
+    choices = every_value(number_format, qparams).flatten()
     expected = choices[(x.flatten()[:, None] - choices).abs().argmin(1)]
     assert torch.equal(
-        number_format.dequantize_groups(number_format.quantize_groups(x, grid), grid).flatten(), expected
+        number_format.dequantize_groups(number_format.quantize_groups(x, qparams), qparams).flatten(), expected
     )
 
 

@@ -20,13 +20,13 @@ def test_gpu_matches_cpu(name: str) -> None:
     x = torch.randn(9, 77).pow(3)
     x[2, 3], x[4, 5], x[6] = math.inf, math.nan, 0.0
     on_cpu, on_gpu = number_format.quantize(x), number_format.quantize(x.cuda())
-    again = QuantizedTensor.from_packed(number_format, on_gpu.pack(), 77)
+    unpacked = QuantizedTensor.from_packed(number_format, on_gpu.pack(), 77)
     if isinstance(number_format, Ternary):  # a mean depends on the order of its sum
         torch.testing.assert_close(on_gpu.dequantize().cpu(), on_cpu.dequantize(), equal_nan=True)
     else:
         assert torch.equal(on_gpu.codes.cpu(), on_cpu.codes)
         assert torch.equal(on_gpu.dequantize().cpu().nan_to_num(nan=1e9), on_cpu.dequantize().nan_to_num(nan=1e9))
-    assert torch.equal(again.dequantize().nan_to_num(nan=1e9), on_gpu.dequantize().nan_to_num(nan=1e9))
+    assert torch.equal(unpacked.dequantize().nan_to_num(nan=1e9), on_gpu.dequantize().nan_to_num(nan=1e9))
 
 
 @pytest.mark.parametrize("name", NAMES)

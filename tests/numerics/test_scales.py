@@ -109,15 +109,15 @@ def test_the_two_levels_of_nvfp4() -> None:
     """By hand from the rule: G = 448 * 6 / amax of the tensor; a group's scale is E4M3(G * its amax / 6)."""
     x = torch.randn(8, 64) * torch.logspace(-3, 2, 8)[:, None]
     number_format = get_format("nvfp4")
-    grid = number_format.quantize(x).qparams
-    assert grid.tensor is not None and grid.tensor.shape == (1, 1, 1) and grid.scale.shape == (8, 4, 1)
+    qparams = number_format.quantize(x).qparams
+    assert qparams.tensor is not None and qparams.tensor.shape == (1, 1, 1) and qparams.scale.shape == (8, 4, 1)
     tensor_scale = 448 * 6 / x.abs().max()
-    assert torch.equal(grid.tensor.flatten(), tensor_scale.reshape(1))
+    assert torch.equal(qparams.tensor.flatten(), tensor_scale.reshape(1))
     by_hand = (x.reshape(8, 4, 16).abs().amax(-1, keepdim=True) * tensor_scale / 6).to(torch.float8_e4m3fn).float()
-    assert torch.equal(grid.scale, by_hand.clamp(min=2.0**-9)) and float(grid.scale.max()) == 448
-    stored = number_format.store_qparams(grid)
+    assert torch.equal(qparams.scale, by_hand.clamp(min=2.0**-9)) and float(qparams.scale.max()) == 448
+    stored = number_format.store_qparams(qparams)
     assert (stored["scale"].dtype, stored["tensor"].dtype) == (torch.float8_e4m3fn, torch.float32)
-    values = number_format.quantize(x).dequantize().reshape(8, 4, 16) / (grid.scale / tensor_scale)
+    values = number_format.quantize(x).dequantize().reshape(8, 4, 16) / (qparams.scale / tensor_scale)
     assert set(values.abs().round(decimals=4).unique().tolist()) <= {0, 0.5, 1, 1.5, 2, 3, 4, 6}
 
 

@@ -128,9 +128,9 @@ def test_files_that_do_not_match_the_model(tmp_path: Path) -> None:
 
     def told(tensors: dict[str, torch.Tensor]) -> str:
         save_file(tensors, file)
-        with pytest.raises(ModelError) as caught:
+        with pytest.raises(ModelError) as raised:
             Engine(Model(network), adapters={"a": other}, **SMALL)
-        return str(caught.value)
+        return str(raised.value)
 
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
     pair = {name.format("A"): torch.zeros(2, 32), name.format("B"): torch.zeros(32, 2)}

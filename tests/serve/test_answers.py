@@ -108,8 +108,10 @@ def test_streaming_does_not_change_the_answer(http: httpx.Client, body: dict[str
     complete = http.post("/v1/completions", json=body).json()
     choices, usage = streamed(http, "/v1/completions", body)
     # The second request may run with another batch size and on a cached prompt: its logits differ in their last bits.
-    both = [(part["token_ids"], choice["token_ids"]) for part, choice in zip(choices, complete["choices"], strict=True)]
-    assume(not any(is_tie(body, sample, *pair) for sample, pair in enumerate(both)))
+    token_pairs = [
+        (part["token_ids"], choice["token_ids"]) for part, choice in zip(choices, complete["choices"], strict=True)
+    ]
+    assume(not any(is_tie(body, sample, *pair) for sample, pair in enumerate(token_pairs)))
     assert [choice["text"] for choice in choices] == [choice["text"] for choice in complete["choices"]]
     assert [choice["token_ids"] for choice in choices] == [choice["token_ids"] for choice in complete["choices"]]
     for part, choice in zip(choices, complete["choices"], strict=True):
@@ -183,8 +185,8 @@ def test_several_prompts_and_echo(server: Server) -> None:
         assert choice["text"] == prompts[index // 2] + alone
     assert result["usage"]["prompt_tokens"] == 15 and result["usage"]["completion_tokens"] == 30
     ids = [tokenizer()(prompt)["input_ids"] for prompt in prompts]
-    assert [each["text"] for each in server.complete(ids, max_tokens=5, n=2, echo=True)["choices"]] == [
-        each["text"] for each in result["choices"]
+    assert [echoed["text"] for echoed in server.complete(ids, max_tokens=5, n=2, echo=True)["choices"]] == [
+        echoed["text"] for echoed in result["choices"]
     ]
 
 

@@ -48,9 +48,9 @@ def engine_of(name: str, **more: Any) -> tuple[Engine, Any]:
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
 def test_greedy_tokens_match_transformers(name: str) -> None:
     engine, network = engine_of(name, prefill_chunk_size=9)
-    texts, few = prompts(4), SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    texts, params = prompts(4), SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     assert engine.runner.max_inflight_steps == 1
-    assert answers(engine, texts, few) == [expected(network, text, 6) for text in texts]
+    assert answers(engine, texts, params) == [expected(network, text, 6) for text in texts]
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="graphs are captured on a CUDA device")
@@ -69,8 +69,8 @@ def test_after_warmup_nothing_is_captured_or_compiled(monkeypatch: pytest.Monkey
 
 def test_preemption_and_the_prefix_cache() -> None:
     engine, network = engine_of("llama", kv_cache_bytes=18 * 3 * 2 * 4 * 2 * 8 * 4)
-    texts, few = prompts(3), SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
-    requests = [engine.submit(text, few)[0] for text in texts]
+    texts, params = prompts(3), SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
+    requests = [engine.submit(text, params)[0] for text in texts]
     while engine.busy:
         engine.step()
     assert sum(request.preemptions for request in requests) > 0
@@ -139,21 +139,21 @@ def test_decode_attention(splits: int, window: int | None, normed: bool, kind: s
     last = torch.tensor([max(length - 1, 0) for length in lengths], device=DEVICE)
     slot_mapping = tables[slots, last // size].long() * size + last % size
     slot_mapping[3] = -1
-    arrived = torch.zeros(4 * kv_heads, dtype=torch.int32, device=DEVICE)
-    tokens = DecodeMetadata(slots, torch.tensor(lengths, device=DEVICE), tables, arrived, 300)
+    split_counter = torch.zeros(4 * kv_heads, dtype=torch.int32, device=DEVICE)
+    tokens = DecodeMetadata(slots, torch.tensor(lengths, device=DEVICE), tables, split_counter, 300)
     norms = (torch.rand(width, device=DEVICE), torch.rand(width, device=DEVICE)) if normed else None
     rotation = RotaryParams(torch.randn(300, width, device=DEVICE), torch.randn(300, width, device=DEVICE), norms, 1e-6)
-    mixed = torch.randn(4, (heads + 2 * kv_heads) * width, device=DEVICE)
+    qkv = torch.randn(4, (heads + 2 * kv_heads) * width, device=DEVICE)
     others = [page.clone() for page in pages]
-    queries = rope_and_store_kv(mixed, last, slot_mapping, rotation, *others, kv_quant=rows)
+    queries = rope_and_store_kv(qkv, last, slot_mapping, rotation, *others, kv_quant=rows)
     starts = torch.arange(4, dtype=torch.int32, device=DEVICE)
     batch = AttentionMetadata(starts, tokens.seq_lens[:3].int(), tables[slots[:3]], slot_mapping, 300, [1, 1, 1])
-    actual = paged_decode(mixed, *pages, tokens, rotation, 0.2, window, splits=splits, kv_quant=rows)
+    actual = paged_decode(qkv, *pages, tokens, rotation, 0.2, window, splits=splits, kv_quant=rows)
     reference = paged_attention_reference(queries[:3], *pages, batch, 0.2, window, rows)
     assert torch.allclose(actual[:3], reference.flatten(1), atol=1e-4)
     assert bool((actual[3] == 0).all())  # a padding row
     assert all(alike(page, other, rows) for page, other in zip(pages, others, strict=True))
-    assert not bool(arrived.any())  # ready for the next call
+    assert not bool(split_counter.any())  # ready for the next call
 
 
 @pytest.mark.parametrize("around", ["plain", "normed", "gated", "added"])
@@ -173,9 +173,9 @@ def test_matrix_vector_products(around: str) -> None:
         reference = torch.nn.functional.silu(gates) * through
     else:
         hidden = torch.randn(1, 50)
-        reference, moved = hidden + x @ matrix.T, hidden.to(DEVICE)
-        actual = fused_gemv(on_device[0], on_device[1], added=moved)
-        assert actual is moved
+        reference, on_gpu = hidden + x @ matrix.T, hidden.to(DEVICE)
+        actual = fused_gemv(on_device[0], on_device[1], added=on_gpu)
+        assert actual is on_gpu
     assert torch.allclose(actual.cpu(), reference, rtol=1e-4, atol=1e-4)
 
 
@@ -220,21 +220,24 @@ def test_quantized_rows_in_half_precision(kind: str, width: int) -> None:
     tables = torch.randperm(40, device=DEVICE)[:26].view(2, 13).int()
     lengths, ends = [length, length - 60], torch.tensor([length, length - 60], device=DEVICE)
     rotation = RotaryParams(torch.ones(length, width, device=DEVICE), torch.zeros(length, width, device=DEVICE))
-    arrived = torch.zeros(4, dtype=torch.int32, device=DEVICE)
-    tokens = DecodeMetadata(torch.arange(2, device=DEVICE), ends, tables, arrived, length)
-    mixed = torch.randn(2, 12 * width, device=DEVICE, dtype=HALF)
-    queries = mixed.view(2, 12, width)[:, :8].float()
+    split_counter = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    tokens = DecodeMetadata(torch.arange(2, device=DEVICE), ends, tables, split_counter, length)
+    qkv = torch.randn(2, 12 * width, device=DEVICE, dtype=HALF)
+    queries = qkv.view(2, 12, width)[:, :8].float()
     bounds = torch.arange(3, dtype=torch.int32, device=DEVICE)
     batch = AttentionMetadata(bounds, ends.int(), tables, ends, length, [1, 1])
     for splits in (1, 4):
-        actual = paged_decode(mixed, *pages, tokens, rotation, width**-0.5, splits=splits, kv_quant=rows)
+        actual = paged_decode(qkv, *pages, tokens, rotation, width**-0.5, splits=splits, kv_quant=rows)
         reference = paged_attention_reference(rows.rotate(queries), *pages, batch, width**-0.5, kv_quant=rows)
         assert distance(actual, reference.flatten(1)) < 0.01
-    asking = torch.randn(sum(lengths), 8, width, device=DEVICE, dtype=HALF)
+    many_queries = torch.randn(sum(lengths), 8, width, device=DEVICE, dtype=HALF)
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
     batch = AttentionMetadata(starts, ends.int(), tables, starts.long(), length, lengths)
-    actual = paged_prefill(asking, *pages, batch, width**-0.5, kv_quant=rows)
-    assert distance(actual, paged_attention_reference(asking.float(), *pages, batch, width**-0.5, kv_quant=rows)) < 0.01
+    actual = paged_prefill(many_queries, *pages, batch, width**-0.5, kv_quant=rows)
+    assert (
+        distance(actual, paged_attention_reference(many_queries.float(), *pages, batch, width**-0.5, kv_quant=rows))
+        < 0.01
+    )
 
 
 @pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
@@ -261,12 +264,14 @@ def test_small_operations() -> None:
     hidden, residual, weight = torch.randn(3, 40), torch.randn(3, 40), torch.randn(40)
     total = hidden + residual
     reference = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * weight
-    moved = hidden.to(DEVICE)
-    assert torch.allclose(add_rms_norm(moved, residual.to(DEVICE), weight.to(DEVICE), 1e-5).cpu(), reference, atol=1e-5)
-    assert torch.allclose(moved.cpu(), total)
-    both = torch.randn(3, 72)
-    actual = silu_and_mul(both.to(DEVICE)).cpu()
-    assert torch.allclose(actual, torch.nn.functional.silu(both[:, :36]) * both[:, 36:], atol=1e-5)
+    on_gpu = hidden.to(DEVICE)
+    assert torch.allclose(
+        add_rms_norm(on_gpu, residual.to(DEVICE), weight.to(DEVICE), 1e-5).cpu(), reference, atol=1e-5
+    )
+    assert torch.allclose(on_gpu.cpu(), total)
+    gate_up = torch.randn(3, 72)
+    actual = silu_and_mul(gate_up.to(DEVICE)).cpu()
+    assert torch.allclose(actual, torch.nn.functional.silu(gate_up[:, :36]) * gate_up[:, 36:], atol=1e-5)
 
 
 def test_argmax_returns_the_first_of_equal_tokens() -> None:
@@ -297,13 +302,13 @@ def test_rope_and_cache_writes(
     torch.manual_seed(3)
     heads, kv_heads, tokens = 4, 2, 5
     rows = None if kind is None else KVQuantFormat.for_head_dim(kind, width)
-    mixed = torch.randn(tokens, (heads + 2 * kv_heads) * width)
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * width)
     cosines, sines = torch.randn(9, width), torch.randn(9, width)
     positions, slot_mapping = torch.tensor([0, 8, 3, 3, 1]), torch.tensor([7, 0, 11, -1, 4])
     last, dtype = row_layout(rows, width, torch.float32)
     pages = [torch.zeros(3, 4, kv_heads, last, dtype=dtype, device=DEVICE) for _ in range(2)]
     weights = (torch.rand(width), torch.rand(width)) if normed else None
-    per_head = mixed.unflatten(1, (-1, width)).clone()
+    per_head = qkv.unflatten(1, (-1, width)).clone()
     for first_head, count, weight in ((0, heads, 0), (heads, kv_heads, 1)):
         part = per_head[:, first_head : first_head + count]
         if weights is not None:
@@ -312,10 +317,10 @@ def test_rope_and_cache_writes(
         per_head[:, first_head : first_head + count] = (
             part * cosines[positions][:, None] + half * sines[positions][:, None]
         )
-    moved = mixed.to(DEVICE)
+    on_gpu = qkv.to(DEVICE)
     on_device = None if weights is None else (weights[0].to(DEVICE), weights[1].to(DEVICE))
     rotation = RotaryParams(cosines.to(DEVICE), sines.to(DEVICE), on_device, 1e-6)
-    queries = rope_and_store_kv(moved, positions.to(DEVICE), slot_mapping.to(DEVICE), rotation, *pages, kv_quant=rows)
+    queries = rope_and_store_kv(on_gpu, positions.to(DEVICE), slot_mapping.to(DEVICE), rotation, *pages, kv_quant=rows)
     asking, keys, values = quantize_qkv(rows, *per_head.split((heads, kv_heads, kv_heads), dim=1))
     assert torch.allclose(queries.cpu(), asking, atol=1e-5)
     real = slot_mapping >= 0

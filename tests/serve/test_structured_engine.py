@@ -119,9 +119,9 @@ def test_beside_unconstrained_answers_and_after_preemption(engine: Engine) -> No
     ids=lambda value: str(value)[:30],
 )
 def test_impossible_formats(engine: Engine, form: tuple[str, str], told: str) -> None:
-    with pytest.raises(RequestError, match=told) as caught:
+    with pytest.raises(RequestError, match=told) as raised:
         engine.submit([5], SamplingParams(structured_output=StructuredOutputParams(*form)))
-    assert "\n" not in str(caught.value) and not engine.busy
+    assert "\n" not in str(raised.value) and not engine.busy
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,8 @@ def quantised(model: Model, schemes: list[QuantizationScheme]) -> Model:
 
 def _packed(module: Any, scheme: QuantizationScheme) -> QuantizedLinear:
     weight = linear_weight(module).detach()
-    turned = hadamard_transform(weight) if scheme.hadamard else weight
-    matrix = scheme.weight.quantize(turned)
+    rotated = hadamard_transform(weight) if scheme.hadamard else weight
+    matrix = scheme.weight.quantize(rotated)
     layer = QuantizedLinear.from_quantized(matrix, replace(scheme, rank=0), bias=module.bias, dtype=torch.float32)
     if scheme.static:
         layer.set_static_input_scale(torch.full((weight.shape[1],), 2.0))

@@ -60,8 +60,10 @@ def test_rope_on_queries_is_inverted_and_reapplied() -> None:
     inputs = record_prefill(model, prompt).layers[0]
     assert torch.allclose(inputs.queries, raw.unflatten(-1, (-1, 8)).transpose(1, 2), atol=1e-5)
     assert torch.allclose(inputs.keys, inputs.rotate(keys.unflatten(-1, (-1, 8)).transpose(1, 2), 0), atol=1e-5)
-    moved = inputs.rotate(inputs.queries[:, :, 3:4], 3)
-    assert torch.allclose(moved, inputs.rotate(inputs.queries, 0)[:, :, 3:4], atol=1e-5)  # positions count from `first`
+    rotated = inputs.rotate(inputs.queries[:, :, 3:4], 3)
+    assert torch.allclose(
+        rotated, inputs.rotate(inputs.queries, 0)[:, :, 3:4], atol=1e-5
+    )  # positions count from `first`
 
 
 @torch.no_grad()

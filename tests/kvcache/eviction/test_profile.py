@@ -49,14 +49,14 @@ def test_budgets_are_shares() -> None:
 @given(values=st.lists(st.just(0.0) | st.floats(0.001, 1), min_size=1, max_size=20), share=st.floats(0, 1))
 def test_scaled_budgets_have_the_requested_mean(values: list[float], share: float) -> None:
     budgets = torch.tensor(values, dtype=torch.float64)
-    got = scale_budgets(budgets, share)
-    assert got.mean().item() == pytest.approx(share, abs=1e-9)
-    assert (got >= 0).all() and (got <= 1 + 1e-12).all()
+    scaled = scale_budgets(budgets, share)
+    assert scaled.mean().item() == pytest.approx(share, abs=1e-9)
+    assert (scaled >= 0).all() and (scaled <= 1 + 1e-12).all()
     order = budgets.argsort()
-    assert (got[order].diff() >= -1e-12).all()
-    free = (budgets > 0) & (got < 1)
+    assert (scaled[order].diff() >= -1e-12).all()
+    free = (budgets > 0) & (scaled < 1)
     if free.any() and share > 0:  # one factor for all below 1
-        factors = (got / budgets)[free]
+        factors = (scaled / budgets)[free]
         assert factors.max().item() == pytest.approx(factors.min().item(), rel=1e-9)
 
 
@@ -97,10 +97,10 @@ def test_a_profile_is_read_as_it_was_written(
         SHAPE, "snapkv", keep, found(seed=seed), {"window": 32, "max": True, "eps": 1e-2}, alpha
     )
     profile.save(path)
-    again = EvictionProfile.load(path)
-    assert again == profile and again.budgets.equal(profile.budgets)
+    reloaded = EvictionProfile.load(path)
+    assert reloaded == profile and reloaded.budgets.equal(profile.budgets)
     before = path.read_bytes()
-    again.save(path)
+    reloaded.save(path)
     assert path.read_bytes() == before
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 

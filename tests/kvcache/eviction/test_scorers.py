@@ -333,10 +333,10 @@ def test_batching_and_half_precision_do_not_change_the_scores(name: str) -> None
     ],
 )
 def test_invalid_parameters_are_refused_in_one_sentence(name: str, parameters: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as raised:
         make_scorer(name, **parameters)
-    assert sentence in str(caught.value)
-    assert str(caught.value).endswith((".", "?")) and "\n" not in str(caught.value)
+    assert sentence in str(raised.value)
+    assert str(raised.value).endswith((".", "?")) and "\n" not in str(raised.value)
 
 
 def test_parameters_reach_the_scorer() -> None:

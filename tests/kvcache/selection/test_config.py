@@ -32,8 +32,8 @@ def test_selection_matches_brute_force(
     max_pages = max(-(-length // page) for length in lengths)
     scores = torch.randn(len(lengths), 2, max_pages, generator=torch.Generator().manual_seed(seed))
     counts = selection.num_selected_pages(torch.tensor(lengths)).tolist()
-    chosen = selection.select_pages(scores, torch.tensor(lengths))
-    assert chosen.shape == (len(lengths), 2, max(counts))
+    selected = selection.select_pages(scores, torch.tensor(lengths))
+    assert selected.shape == (len(lengths), 2, max(counts))
     for row, length in enumerate(lengths):
         num_pages = -(-length // page)
         reference = max(
@@ -44,7 +44,7 @@ def test_selection_matches_brute_force(
         for head in range(2):
             best = sorted(set(range(num_pages)) - always, key=lambda place: -float(scores[row, head, place]))
             expected = sorted([*always, *best[: counts[row] - len(always)]])
-            pages = chosen[row, head].tolist()
+            pages = selected[row, head].tolist()
             assert pages[: counts[row]] == expected and expected[-1] == num_pages - 1
             assert set(pages[counts[row] :]) <= {num_pages - 1}
 
@@ -62,10 +62,10 @@ def test_pages_without_a_summary_are_not_selected() -> None:
     selected.
     """
     scores = torch.tensor([[[0.0, 5.0, 1.0, -9.0, 99.0, 99.0]]])
-    chosen = SparseAttentionConfig(page_size=8, token_budget=24, sink_pages=1, recent_pages=1).select_pages(
+    selected = SparseAttentionConfig(page_size=8, token_budget=24, sink_pages=1, recent_pages=1).select_pages(
         scores, torch.tensor([8 * 3 + 2])
     )
-    assert chosen.tolist() == [[[0, 1, 3]]]
+    assert selected.tolist() == [[[0, 1, 3]]]
 
 
 @pytest.mark.parametrize(

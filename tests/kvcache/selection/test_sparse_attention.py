@@ -71,8 +71,10 @@ class Texts:
         slots = torch.cat([self.places(row, length, length + 1) for row, length in enumerate(self.lengths)])
         full = [self.blocks[row][-1:] for row, length in enumerate(self.lengths) if (length + 1) % PAGE == 0]
         filled = torch.cat([torch.empty(0, dtype=torch.int64), *full])
-        asking = DecodeBatch(torch.arange(len(lengths)), lengths + 1, tables, [str(row) for row in range(len(lengths))])
-        return SparseBatch(2, slots, filled, (), [asking])
+        decodes = DecodeBatch(
+            torch.arange(len(lengths)), lengths + 1, tables, [str(row) for row in range(len(lengths))]
+        )
+        return SparseBatch(2, slots, filled, (), [decodes])
 
     def newest(self) -> tuple[Tensor, Tensor]:
         return torch.stack([keys[-1] for keys in self.keys]), torch.stack([values[-1] for values in self.values])
@@ -141,9 +143,9 @@ def test_a_budget_of_all_pages_is_plain_paged_attention(residence: OffloadConfig
     for row, length in enumerate(LENGTHS):
         slots = texts.places(row, 0, length + 1)
         store_kv(texts.keys[row], texts.values[row], key_pages, value_pages, slots)
-    asking, count = layout.decodes[0], len(LENGTHS)
+    decodes, count = layout.decodes[0], len(LENGTHS)
     pages = AttentionMetadata(
-        torch.arange(count + 1).int(), asking.seq_lens.int(), asking.block_tables.int(), layout.slot_mapping,
+        torch.arange(count + 1).int(), decodes.seq_lens.int(), decodes.block_tables.int(), layout.slot_mapping,
         max_seq_len=max(LENGTHS) + 1, query_lens=[1] * count,
     )  # fmt: skip
     assert torch.equal(result, paged_attention(queries, key_pages, value_pages, pages, SCALE))
@@ -160,11 +162,11 @@ def test_prefill_and_decode_in_one_batch() -> None:
     )
     other.blocks = [free[:3]]
     new, prompt = texts.new(), other.places(0, 0, 9)
-    asking = new.decodes[0]
-    moved = DecodeBatch(torch.tensor([10, 0]), asking.seq_lens, asking.block_tables, asking.request_ids)
+    decodes = new.decodes[0]
+    swapped = DecodeBatch(torch.tensor([10, 0]), decodes.seq_lens, decodes.block_tables, decodes.request_ids)
     slots = torch.cat([new.slot_mapping[1:], prompt, new.slot_mapping[:1]])
     filled = torch.cat([new.filled_blocks, other.blocks[0][:2]])
-    layout = SparseBatch(2, slots, filled, [PrefillChunk(slice(1, 10), 9, other.blocks[0])], [moved])
+    layout = SparseBatch(2, slots, filled, [PrefillChunk(slice(1, 10), 9, other.blocks[0])], [swapped])
     queries = torch.randn(11, KV_HEADS * GROUP, WIDTH)
     keys = torch.cat([texts.keys[1][-1:], other.keys[0][:9], texts.keys[0][-1:]])
     values = torch.cat([texts.values[1][-1:], other.values[0][:9], texts.values[0][-1:]])
@@ -178,8 +180,8 @@ def test_prefill_and_decode_in_one_batch() -> None:
 
 
 def test_requests_that_do_not_fit_together_are_split_in_order() -> None:
-    asking = DecodeBatch(torch.arange(5), torch.arange(5) + 1, torch.arange(5)[:, None], list("abcde"))
-    parts = list(asking.split([3, 3, 2, 6, 1], max_pages=6))
+    decodes = DecodeBatch(torch.arange(5), torch.arange(5) + 1, torch.arange(5)[:, None], list("abcde"))
+    parts = list(decodes.split([3, 3, 2, 6, 1], max_pages=6))
     assert ["".join(part.request_ids) for part in parts] == ["ab", "c", "d", "e"]
     assert [part.seq_lens.tolist() for part in parts] == [[1, 2], [3], [4], [5]]
-    assert [len(part.token_indices) for part in asking.split([1] * 5, max_pages=6)] == [5]
+    assert [len(part.token_indices) for part in decodes.split([1] * 5, max_pages=6)] == [5]

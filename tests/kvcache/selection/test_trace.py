@@ -47,8 +47,8 @@ def test_a_trace_round_trips(tmp_path: Path) -> None:
     trace = recorded()
     assert list(trace.rows()) == ROWS and len(trace) == 6
     trace.write(tmp_path / "folder" / "run.trace")
-    again = read_trace(tmp_path / "folder" / "run.trace")
-    assert list(again.rows()) == ROWS and again.metadata == METADATA and again.request_ids == ("a", "b")
+    reloaded = read_trace(tmp_path / "folder" / "run.trace")
+    assert list(reloaded.rows()) == ROWS and reloaded.metadata == METADATA and reloaded.request_ids == ("a", "b")
     assert [file.name for file in (tmp_path / "folder").iterdir()] == ["run.trace"]
 
 

@@ -36,8 +36,8 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
 def test_tokens_are_stored_in_order_of_arrival() -> None:
     cache, keys = filled(4)
     more = torch.randn(1, HEADS, 3, WIDTH)
-    got, values = cache.update(more, more + 1, 0)
-    assert torch.equal(got, torch.cat((keys[0], more), dim=2)) and torch.equal(values, got + 1)
+    stored, values = cache.update(more, more + 1, 0)
+    assert torch.equal(stored, torch.cat((keys[0], more), dim=2)) and torch.equal(values, stored + 1)
     assert cache.layers[0].token_indices[:, :7].tolist() == [list(range(7))] * HEADS
     assert cache.get_seq_length() == cache.length == 7 and cache.num_seen == 7
 

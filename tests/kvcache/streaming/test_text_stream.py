@@ -177,11 +177,11 @@ def snapkv_in_chunks(model: Model, ids: Tensor, kernel: int) -> Tensor:
     network: Any = model.network
     prompt, scorer = torch.tensor(PROMPT)[None], SnapKV(sink=0, window=len(PROMPT), kernel=kernel)
     cache, which = DynamicCache(config=network.config), torch.zeros(3, 2, 0, dtype=torch.int64)
-    caught: dict[int, AttentionInputs] = {}
+    recorded: dict[int, AttentionInputs] = {}
 
     def listen(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
         before = queries.new_zeros(1, queries.shape[1], keys.shape[2] - queries.shape[2], queries.shape[3])
-        caught[layer] = AttentionInputs(
+        recorded[layer] = AttentionInputs(
             keys, values, torch.cat((before, queries), dim=2), lambda x, _: x, queries.shape[-1] ** -0.5
         )
 
@@ -190,10 +190,10 @@ def snapkv_in_chunks(model: Model, ids: Tensor, kernel: int) -> Tensor:
         if which.shape[-1] == FULL:
             with masked_attention(network, hook=listen):
                 network(prompt, past_key_values=cache, position_ids=begin + torch.arange(len(PROMPT))[None])
-            kept = torch.stack([scorer.scores(caught[layer])[0, :, :FULL] for layer in range(3)])
+            kept = torch.stack([scorer.scores(recorded[layer])[0, :, :FULL] for layer in range(3)])
             kept = kept.argsort(dim=-1, descending=True, stable=True)[..., :KEEP].sort(-1).values
             cache, which = DynamicCache(config=network.config), which.gather(-1, kept)
-            for layer, inputs in caught.items():
+            for layer, inputs in recorded.items():
                 index = kept[layer][None, :, :, None].expand(-1, -1, -1, inputs.keys.shape[-1])
                 cache.update(inputs.keys.gather(2, index), inputs.values.gather(2, index), layer)
         new = ids[begin : begin + FULL - which.shape[-1]]

@@ -112,11 +112,11 @@ def test_a_text_that_fits_matches_the_plain_engine(name: str, compiled: bool) ->
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_logits_of_a_text_that_fits_match_the_plain_engine(llama: PreTrainedModel, compiled: bool) -> None:
-    asked, text = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=20), words(FULL - 8, 3)
+    params, text = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=20), words(FULL - 8, 3)
     plain = Engine(
         Model(copy.deepcopy(llama)), block_size=BLOCK, max_model_len=96, kv_cache_bytes=10**7, compiled=compiled
     )
-    result = [logprobs(engine, text, asked) for engine in (plain, capped(llama, compiled=compiled))]
+    result = [logprobs(engine, text, params) for engine in (plain, capped(llama, compiled=compiled))]
     torch.testing.assert_close(result[1], result[0], atol=1e-5, rtol=0)
 
 
@@ -364,10 +364,10 @@ def test_the_next_turn_continues_from_the_session_cache(llama: PreTrainedModel, 
     while engine.busy:
         engine.step()
     text = [*first.tokens, *words(60, 1)]
-    again = [engine.submit(text, LONG)[0] for _ in range(2)]  # both continue the same turn
+    next_turns = [engine.submit(text, LONG)[0] for _ in range(2)]  # both continue the same turn
     run(engine)
-    assert [request.num_cached_tokens for request in again] == [length + 15] * 2
-    assert [request.output for request in again] == [answers(other, [text], LONG)[0]] * 2
+    assert [request.num_cached_tokens for request in next_turns] == [length + 15] * 2
+    assert [request.output for request in next_turns] == [answers(other, [text], LONG)[0]] * 2
 
 
 def test_a_session_cache_is_reused_only_with_the_same_salt_and_adapter(llama: PreTrainedModel) -> None:

@@ -184,23 +184,23 @@ def test_a_prompt_in_two_chunks_matches_the_masked_reference() -> None:
     scores = torch.stack([scorer.scores(seen) for seen in first.layers])
     head_counts = torch.from_numpy(kept_.lengths(half))[expected.clusters.cluster][:, None]
     mask = retained_mask(scores, head_counts)  # [layers, 1, kv_heads, half]
-    caught: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+    recorded: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
     cache = first.cache()
-    with masked_attention(model.network, mask, lambda layer, *seen: caught.update({layer: seen})), torch.no_grad():
+    with masked_attention(model.network, mask, lambda layer, *seen: recorded.update({layer: seen})), torch.no_grad():
         model.network(torch.tensor([prompt[half:]]), past_key_values=cache)
     region = 100 - half + 8
     later = make_scorer("snapkv", sink=0, window=8)
     ends = torch.from_numpy(kept_.lengths(100))[expected.clusters.cluster][:, None]
     mask_of_both = torch.zeros(LAYERS, 1, HEADS, 100, dtype=torch.bool)
     mask_of_both[..., : half - 8] = mask[..., : half - 8]
-    for layer, (queries, keys, values) in caught.items():
+    for layer, (queries, keys, values) in recorded.items():
         tail = [side[:, :, -region:] for side in (keys, values)]
         seen = AttentionInputs(*tail, queries[:, :, :0], lambda x, _: x, 8**-0.5, rotated_queries=queries)
         locked = head_counts[layer] - 8
         mask_of_both[layer, :, :, -region:] = retained_mask(later.scores(seen)[None], (ends[layer] - locked)[None])[0]
     after = RecordedPrefill(
-        [AttentionInputs(keys, values, keys, lambda x, _: x, 1.0) for _, keys, values in caught.values()], first.logits,
-        model.network.config,
+        [AttentionInputs(keys, values, keys, lambda x, _: x, 1.0) for _, keys, values in recorded.values()],
+        first.logits, model.network.config,
     )  # fmt: skip
     reference = decode_logits(model, after, mask_of_both, torch.tensor([[last]]))[0, -1].log_softmax(-1)
     params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, logprobs=20)
@@ -218,12 +218,12 @@ def test_several_turns_with_everything_kept_equal_the_plain_cache() -> None:
     for engine in engines:
         text = words(33, seed=7)
         for turn in range(3):
-            both = [engine.submit([*text, 50 + turn, 60 + client], GREEDY)[0] for client in range(2)]
+            requests = [engine.submit([*text, 50 + turn, 60 + client], GREEDY)[0] for client in range(2)]
             while engine.busy:
                 engine.step()
                 check(engine)
-            answered.append([request.output for request in both])
-            text = both[1].tokens
+            answered.append([request.output for request in requests])
+            text = requests[1].tokens
     assert answered[:3] == answered[3:]
     assert engines[0].state()["cached_tokens"] > 0
 
@@ -295,10 +295,10 @@ def test_a_conversation_continues_from_its_kept_tokens() -> None:
     assert two.num_cached_tokens == len(first) + len(one.output) - 1
     assert two.output == twin.output
     other = Engine(model_of("llama"), **settings)
-    again = other.submit(first, GREEDY)[0]
+    repeated = other.submit(first, GREEDY)[0]
     while other.busy:
         other.step()
-    assert again.output == one.output
+    assert repeated.output == one.output
     third = other.submit(full_text, GREEDY)[0]
     while other.busy:
         other.step()

@@ -70,9 +70,9 @@ def test_the_tokens_match_the_module(
     run(plain)
     assert [request.output for request in requests[0]] == [request.output for request in requests[1]]
     if kind is not None:  # the same tokens were kept, in the same slots
-        mine, other = fused.runner.pages.cache, plain.runner.cache
-        assert int((mine.keys.cpu() != other.keys).any(-1).sum()) <= 8
-        assert int((mine.values.cpu() != other.values).any(-1).sum()) <= 8
+        fused_cache, plain_cache = fused.runner.pages.cache, plain.runner.cache
+        assert int((fused_cache.keys.cpu() != plain_cache.keys).any(-1).sum()) <= 8
+        assert int((fused_cache.values.cpu() != plain_cache.values).any(-1).sum()) <= 8
 
 
 def test_a_conversation_continues(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,16 +120,16 @@ def test_heads_of_different_lengths_in_one_call(
         tables, shifts, cluster, column, columns, torch.tensor(work, dtype=torch.int32, device=DEVICE)
     )
     rotation = RotaryParams(torch.randn(150, width, device=DEVICE), torch.randn(150, width, device=DEVICE))
-    mixed = torch.randn(3, (heads + 2 * kv_heads) * width, device=DEVICE)
+    qkv = torch.randn(3, (heads + 2 * kv_heads) * width, device=DEVICE)
     others = [keys.clone(), values.clone()]
     queries = rope_and_store_kv(
-        mixed, (texts - 1).clamp(min=0), torch.where(texts > 0, slots, -1), rotation, *others, head_pages, rows
+        qkv, (texts - 1).clamp(min=0), torch.where(texts > 0, slots, -1), rotation, *others, head_pages, rows
     )
-    arrived = torch.zeros(3 * kv_heads, dtype=torch.int32, device=DEVICE)
-    tokens = DecodeMetadata(slots, texts, tables, arrived, 150)
+    split_counter = torch.zeros(3 * kv_heads, dtype=torch.int32, device=DEVICE)
+    tokens = DecodeMetadata(slots, texts, tables, split_counter, 150)
     max_parts = 1 << (max(parts) - 1).bit_length()
     actual = paged_decode(
-        mixed, keys, values, tokens, rotation, 0.2, head_pages=head_pages, splits=max_parts, kv_quant=rows
+        qkv, keys, values, tokens, rotation, 0.2, head_pages=head_pages, splits=max_parts, kv_quant=rows
     )
     actual = actual.view(3, heads, width)
     for request in range(2):
@@ -146,7 +146,7 @@ def test_heads_of_different_lengths_in_one_call(
                 queries[request : request + 1, query_heads], keys, values, one, 0.2, kv_quant=rows
             )
             assert torch.allclose(actual[request, query_heads], expected[0], atol=1e-4), (request, head)
-    assert bool((actual[2] == 0).all()) and not bool(arrived.any())
+    assert bool((actual[2] == 0).all()) and not bool(split_counter.any())
     assert torch.allclose(keys.float(), others[0].float(), atol=1e-6 if rows is None else 1)
     assert torch.equal(values, others[1])
 
@@ -156,7 +156,7 @@ def test_last_queries_are_scored_in_the_dtype_of_the_keys(dtype: torch.dtype) ->
     """Products of 16-bit numbers are those of float32, and so are the observed scores."""
     torch.manual_seed(4)
     keys, queries = torch.randn(1, 2, 300, 32).to(dtype), torch.randn(1, 6, 40, 32).to(dtype)
-    seen = [
+    per_device = [
         AttentionInputs(
             keys.to(device),
             keys.to(device),
@@ -167,7 +167,7 @@ def test_last_queries_are_scored_in_the_dtype_of_the_keys(dtype: torch.dtype) ->
         )
         for device in (DEVICE, "cpu")
     ]
-    actual, expected = (last_query_logits(inputs, 32) for inputs in seen)
+    actual, expected = (last_query_logits(inputs, 32) for inputs in per_device)
     assert actual.dtype == torch.float32 and torch.allclose(actual.cpu(), expected, atol=1e-4)
 
 

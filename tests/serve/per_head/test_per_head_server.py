@@ -26,9 +26,9 @@ def test_a_conversation_over_http(model_folder: Path, tmp_path: Path) -> None:
         assert server.get("/state").json()["backend"].endswith("per-head cache, int8 KV cache")
         text = "once upon a time there was a cache that forgot what nobody looked at. " * 8
         first = server.complete(text, max_tokens=8, ignore_eos=True)
-        again = server.complete(text, max_tokens=8, ignore_eos=True)
-        assert again["choices"][0]["text"] == first["choices"][0]["text"]
-        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == len(text) - 1
+        second_turn = server.complete(text, max_tokens=8, ignore_eos=True)
+        assert second_turn["choices"][0]["text"] == first["choices"][0]["text"]
+        assert second_turn["usage"]["prompt_tokens_details"]["cached_tokens"] == len(text) - 1
         more = server.complete(text + first["choices"][0]["text"] + " and then?", max_tokens=4, ignore_eos=True)
         assert more["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(text) - 1
         assert server.get("/state").json()["blocks_used"] == 0
