@@ -128,7 +128,7 @@ def test_an_unwritable_cache(tmp_path: Path) -> None:
 
 
 def test_another_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The portable source also compiles for an architecture without specialized kernels."""
+    """Only the portable units are compiled for an architecture without specialized kernels."""
     monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
     assert load_library() is None
     for plain in (compact, feedback):

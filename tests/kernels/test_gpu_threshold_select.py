@@ -78,7 +78,7 @@ def test_a_view_at_any_offset() -> None:
     assert torch.equal(indices, plain(expected[3:1000], 1.0, 0, 997))
 
 
-def test_tile_sizes() -> None:
+def test_default_tile_sizes() -> None:
     residual, gradient = torch.randn(9000, device=DEVICE), torch.randn(9000, device=DEVICE)
     expected = residual + gradient
     indices = kernel.add_and_select(residual, gradient, 3.0, 0, 9000, 200)

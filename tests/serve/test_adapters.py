@@ -93,7 +93,7 @@ def test_over_a_quantized_base(served: tuple[Any, dict[str, Path]]) -> None:
     assert base.output != adapted.output
 
 
-def test_other_scales(tmp_path: Path) -> None:
+def test_rslora_scale(tmp_path: Path) -> None:
     network = BUILDS["llama"]()
     folder = write_adapter(tmp_path / "a", network, 0, use_rslora=True)
     engine = Engine(Model(copy.deepcopy(network)), adapters={"a": folder}, **SMALL)

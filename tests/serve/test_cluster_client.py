@@ -134,7 +134,7 @@ def test_a_started_answer_is_not_restarted(end: Any) -> None:
     run(main)
 
 
-def test_a_request_that_no_replica_can_take_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_or_rejected_requests_fail_after_the_last_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_file, "RETRY_SECONDS", 0)
 
     async def main() -> None:

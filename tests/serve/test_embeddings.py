@@ -98,7 +98,7 @@ def test_unsupported_requests_to_an_encoder(ask: Any) -> None:
     assert ask("GET", "/").status_code == 200
 
 
-def test_too_many_positions_and_unsupported_models(tmp_path: Path) -> None:
+def test_position_limits_and_unsupported_models(tmp_path: Path) -> None:
     assert _positions(BUILDS["bert"]().base_model) == 512
     roberta = BUILDS["roberta"]().base_model
     assert _positions(roberta) == roberta.config.max_position_embeddings - 2

@@ -139,7 +139,7 @@ def test_warmup_leaves_no_trace(llama: tuple[PreTrainedModel, Any]) -> None:
     assert request.num_cached_tokens == 0  # the same tokens, but no cached prefix
 
 
-def test_warmup_respects_max_queued(llama: tuple[PreTrainedModel, Any]) -> None:
+def test_warmup_submits_at_most_max_queued(llama: tuple[PreTrainedModel, Any]) -> None:
     engine = Engine(Model(copy.deepcopy(llama[0])), max_queued=2, **SMALL)
     engine.warmup([20] * 5)
     assert not engine.busy

@@ -44,7 +44,7 @@ def answered(model_folder: Path, path: str, body: dict[str, Any]) -> httpx.Respo
 
 
 def test_a_silent_engine(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A streaming client receives keep-alive comments; after the timeout both clients get an error."""
+    """A streaming client receives pings; after the timeout both clients get an error."""
     monkeypatch.setattr(EngineClient, "command", pretending("ready()\nwhile True: pipe.receive()"))
     ping_soon(monkeypatch)
 

@@ -107,7 +107,7 @@ def test_full_slots_evict_the_least_recently_selected_page() -> None:
         pages.gather_selected(0, torch.arange(4).expand(1, 2, 4), torch.ones(1, 2, 4, dtype=torch.bool), 7)
 
 
-def test_pages_of_no_request_are_dropped() -> None:
+def test_blocks_that_are_not_retained_are_dropped() -> None:
     pages = host()
     for layer, (kv_heads, _) in HEADS.items():
         blocks = torch.tensor([1, 4, 9]).expand(1, kv_heads, 3)

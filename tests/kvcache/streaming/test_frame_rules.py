@@ -122,7 +122,7 @@ def test_pooling_kernels_are_seven_five_and_three_where_they_fit() -> None:
     assert torch.equal(pool_by_depth(one[:, :1], 0, 4), one[:, :1])  # one frame: a kernel of one
 
 
-def test_pooling_is_chosen_by_depth() -> None:
+def test_pooling_is_an_option_and_depends_on_depth() -> None:
     values = torch.randn(HEADS, 3, 3, 3, WIDTH)
     assert torch.equal(InfiniPotV().token_scores(values, 0, 4), value_norms(values))
     pooled = InfiniPotV(pooling=True)

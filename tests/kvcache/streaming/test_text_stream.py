@@ -306,7 +306,7 @@ def test_asking_leaves_the_cache_bit_identical(pushed: int) -> None:
     assert torch.equal(stream.answer(words(4), 4), first)
 
 
-def test_text_in_and_out_and_memory_statistics() -> None:
+def test_text_in_and_out_and_remembered_answers() -> None:
     network = _made(hf.LlamaForCausalLM, hf.LlamaConfig(**{**DECODER, "vocab_size": 300}))
     model = Model(network, byte_tokenizer())
 

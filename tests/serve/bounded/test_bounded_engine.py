@@ -370,7 +370,7 @@ def test_the_next_turn_continues_from_the_session_cache(llama: PreTrainedModel, 
     assert [request.output for request in next_turns] == [answers(other, [text], LONG)[0]] * 2
 
 
-def test_a_session_cache_is_reused_only_with_the_same_salt_and_adapter(llama: PreTrainedModel) -> None:
+def test_a_session_cache_needs_the_same_salt_and_tokens(llama: PreTrainedModel) -> None:
     engine = capped(llama)
     first = engine.submit(words(50), GREEDY, salt=b"a")[0]
     while engine.busy:

@@ -96,7 +96,7 @@ def answers(engine: Engine, texts: list[list[int]], sampling: SamplingParams = G
     return [request.output for request in requests]
 
 
-def test_warmup_leaves_no_session_cache() -> None:
+def test_warmup_leaves_no_trace() -> None:
     engine = Engine(model_of("llama"), **SMALL, kv_profile=retention(0.3))
     before = engine.state()
     engine.warmup([60, 9])
