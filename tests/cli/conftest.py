@@ -1,7 +1,7 @@
-"""The command line as a person calls it: two small trained models with data and recipes, and ways to run `smelt`.
+"""Command-line fixtures: two small trained models with data and recipes, and ways to run `smelt`.
 
-`smelt` calls it in this process, which is quick. `forked` calls it in a process of its own that can be killed or
-stopped at a chosen moment; it is forked from a server that has everything imported, because imports take seconds.
+`smelt` runs in this process, which is fast. `forked` runs in a separate process that can be killed or
+interrupted at a chosen point; it is forked from a server with all imports done, since those take seconds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from smelt.models.verify import outputs, probe
 from tests.character_tokenizer import character_tokenizer
 from tests.trained import labeled_rows, sentences, trained_bert, trained_llama
 
-NOT_THE_SAME_EVERY_TIME = ("measurements.json", "report.html")  # they hold times and dates
+NOT_THE_SAME_EVERY_TIME = ("measurements.json", "report.html")  # they contain times and dates
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Done:
         return [line for line in self.err.splitlines() if line.startswith("smelt: ")]
 
     def refused(self, words: str, code: int = 2) -> None:
-        """It ended with one sentence that says this, as the last line, and without a traceback."""
+        """Check that it ended with one sentence containing this, as the last line, without a traceback."""
         assert self.code == code, self
         assert len(self.sentences) == 1 and self.err.splitlines()[-1] == self.sentences[0], self.err
         assert words in self.sentences[0], self.sentences[0]
@@ -66,7 +66,7 @@ Smelt = Callable[..., Done]
 
 @dataclass(frozen=True)
 class Place:
-    """A folder with what the tests work on."""
+    """A folder with the inputs of the tests."""
 
     folder: Path
 
@@ -81,15 +81,15 @@ class Place:
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     """A language model `llama`, a classifier `bert`, `text.txt`, `rows.jsonl`, and a recipe for each model."""
-    made = Place(tmp_path_factory.mktemp("use"))
+    shared_place = Place(tmp_path_factory.mktemp("use"))
     text, rows = sentences(2000), labeled_rows(160)
-    (made.folder / "text.txt").write_text(text)
-    (made.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    _save(trained_llama(text), character_tokenizer(), made.folder / "llama")
-    _save(trained_bert(rows), character_tokenizer(encoder=True), made.folder / "bert")
-    made.recipe("llama.yaml", llama_recipe(made))
-    made.recipe("bert.yaml", bert_recipe(made))
-    return made
+    (shared_place.folder / "text.txt").write_text(text)
+    (shared_place.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _save(trained_llama(text), character_tokenizer(), shared_place.folder / "llama")
+    _save(trained_bert(rows), character_tokenizer(encoder=True), shared_place.folder / "bert")
+    shared_place.recipe("llama.yaml", llama_recipe(shared_place))
+    shared_place.recipe("bert.yaml", bert_recipe(shared_place))
+    return shared_place
 
 
 def llama_recipe(place: Place, **step: Any) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def bert_recipe(place: Place, **step: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def pruned(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The language model after its recipe, not repaired so that it is worse, as `smelt compress` wrote it."""
+    """The compressed language model as `smelt compress` wrote it, without repair so that it is worse."""
     recipe = Recipe.parse(llama_recipe(place, repair="none", budget={"parameters": 0.7}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(smelt.compression.recipe.run, "verify", _prove_here)
@@ -118,7 +118,7 @@ def pruned(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def smelt_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Smelt]:
-    """Call `smelt` in this process, with as many threads as a forked one has: sums must come out the same."""
+    """Call `smelt` in this process with the thread count of a forked one: sums must be equal."""
     monkeypatch.setenv("COLUMNS", "400")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -135,7 +135,7 @@ def smelt_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Smelt]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without what other tests look at and what takes its time: the clean process, and timing the machine to plan."""
+    """Skip the slow parts that other tests cover: the clean process, and timing the machine for the plan."""
     monkeypatch.setattr(smelt.compression.recipe.run, "verify", _prove_here)
     monkeypatch.setattr(smelt.compression.recipe.plan, "matrix_speed", lambda: 1e10)
 
@@ -147,17 +147,17 @@ def _prove_here(model: Model, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Moment:
-    """When a signal comes to a forked run: as a file is put in place (by name, or the nth), or after some seconds."""
+    """When to signal a forked run: at the rename of a file (by name, or the nth), or after some seconds."""
 
     file: str = ""
     number: int = 0
-    before: bool = False  # the file is put in place, not after
+    before: bool = False  # before the rename, not after
     seconds: float = 0.0
     signal: int = signal.SIGKILL
 
 
 class Forked:
-    """Calls `smelt` in processes of their own."""
+    """Runs `smelt` in separate processes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._calls = folder, 0
@@ -183,14 +183,14 @@ class Forked:
 
 @dataclass(frozen=True)
 class Running:
-    """A forked run under way."""
+    """A running forked process."""
 
     process: Any
     out: Path
     err: Path
 
     def stop_when_it_says(self, words: str) -> None:
-        """Ctrl-C in a terminal: the signal goes to the process and to all that it started."""
+        """Simulate Ctrl-C in a terminal: signal the process and its children."""
         while not (self.err.exists() and words in self.err.read_text()):
             assert self.process.is_alive(), self.err.read_text()
             time.sleep(0.01)
@@ -210,7 +210,7 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Forked:
 
 def _child(arguments: tuple[str, ...], out: Path, err: Path, moment: Moment | None, quick: bool) -> None:
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background are started without it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start without it
     for path, number in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     torch.set_num_threads(1)
@@ -227,7 +227,7 @@ def _child(arguments: tuple[str, ...], out: Path, err: Path, moment: Moment | No
 
 
 def _arrange(moment: Moment) -> None:
-    """Let the signal come at its moment."""
+    """Arm the signal."""
     if moment.seconds:
         timer = threading.Timer(moment.seconds, os.kill, (os.getpid(), moment.signal))
         timer.daemon = True
@@ -247,13 +247,13 @@ def _arrange(moment: Moment) -> None:
 
 
 def resume(out: Path | str) -> list[str]:
-    """`--resume`, once there is an unfinished run to resume."""
+    """Return `--resume` if there is an unfinished run."""
     partial = Path(f"{out}.partial")
     return ["--resume"] if (partial / "run.json").exists() else []
 
 
 def same_bytes(one: Path, two: Path) -> bool:
-    """Whether two artifacts hold the same files with the same bytes, but for those that hold times."""
+    """Return whether two artifacts have the same files and bytes, except files with times."""
     return _contents(one) == _contents(two)
 
 

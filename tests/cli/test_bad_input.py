@@ -1,4 +1,4 @@
-"""Whatever a user gets wrong: exit code 2, one sentence that names it, no traceback, and nothing written."""
+"""User errors: exit code 2, one sentence that names the cause, no traceback, and nothing written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 @pytest.fixture
 def broken(place: Place, tmp_path: Path) -> Path:
-    """A copy of the language model, to be broken."""
+    """Return a copy of the language model to corrupt."""
     return Path(shutil.copytree(place / "llama", tmp_path / "model"))
 
 
@@ -28,7 +28,7 @@ def tree(folder: Path) -> list[str]:
 
 
 class TestModels:
-    """Every command says the same about a model that cannot be read."""
+    """Every command reports the same error for an unreadable model."""
 
     def refused_everywhere(
         self, model: str, words: str, place: Place, smelt_here: Smelt, folder: Path,
@@ -118,12 +118,12 @@ RECIPES = {
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe(name: str, place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
-    text, words = RECIPES[name]
+    text, message = RECIPES[name]
     (tmp_path / "recipe.yaml").write_text(text)
     arguments = [place / "llama", "-r", str(tmp_path / "recipe.yaml"), "-o", str(tmp_path / "out")]
     for command in ("plan", "compress"):
         done = smelt_here(command, *arguments)
-        done.refused(words)
+        done.refused(message)
         assert "recipe.yaml" in done.err and done.err.count("\n") == 1
     assert tree(tmp_path) == [str(tmp_path / "recipe.yaml")]
 
@@ -146,7 +146,7 @@ def bert(place: Place, data: dict[str, Any] | None = None, **step: Any) -> dict[
 
 
 def refused_run(model: str, content: Any, words: str, place: Place, smelt_here: Smelt, folder: Path) -> None:
-    """The run is refused and leaves nothing where its result and its work would be."""
+    """Check that the run is refused and leaves no output and no work folder."""
     recipe = place.recipe("bad.yaml", content)
     smelt_here("compress", place / model, "-r", recipe, "-o", str(folder / "out")).refused(words)
     assert not list(folder.glob("*out*")) and not list(folder.glob(".*"))
@@ -157,11 +157,11 @@ def test_a_budget_that_cannot_be_met(place: Place, smelt_here: Smelt, tmp_path: 
     refused_run("llama", content, "budget cannot be met", place, smelt_here, tmp_path)
 
 
-def test_samples_longer_than_the_model_takes(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+def test_samples_longer_than_the_context(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
     refused_run("llama", llama(place, {"seq_len": 500}), "context is 128", place, smelt_here, tmp_path)
 
 
-def test_a_prompt_for_a_model_that_does_not_speak(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+def test_a_prompt_for_a_model_without_generation(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
     arguments = ["-r", place / "bert.yaml", "-o", str(tmp_path / "out"), "--prompt", "hello"]
     smelt_here("compress", place / "bert", *arguments).refused("cannot generate text")
     assert tree(tmp_path) == []
@@ -192,10 +192,10 @@ DATA = {
 
 @pytest.mark.parametrize("name", DATA)
 def test_text(name: str, place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
-    file, text, words = DATA[name]
+    file, text, message = DATA[name]
     if text is not None:
         (tmp_path / file).write_bytes(text if isinstance(text, bytes) else text.encode())
-    refused_run("llama", llama(place, {"source": str(tmp_path / file)}), words, place, smelt_here, tmp_path)
+    refused_run("llama", llama(place, {"source": str(tmp_path / file)}), message, place, smelt_here, tmp_path)
 
 
 ROWS = {
@@ -212,9 +212,9 @@ ROWS = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_labeled_rows(name: str, place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
-    file, text, columns, words = ROWS[name]
+    file, text, columns, message = ROWS[name]
     (tmp_path / file).write_text(text)
-    refused_run("bert", bert(place, {"source": str(tmp_path / file), **columns}), words, place, smelt_here, tmp_path)
+    refused_run("bert", bert(place, {"source": str(tmp_path / file), **columns}), message, place, smelt_here, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_an_unknown_command(smelt_here: Smelt) -> None:
 
 
 class TestPlaces:
-    """Where the result cannot be written is told before the work is done."""
+    """An unwritable output is reported before any work is done."""
 
     def refused(self, out: Path, words: str, place: Place, smelt_here: Smelt) -> None:
         done = smelt_here("compress", place / "llama", "-r", place / "llama.yaml", "-o", str(out))
@@ -264,7 +264,7 @@ class TestPlaces:
     def test_it_exists(self, place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
         self.refused(tmp_path, "exists already", place, smelt_here)
 
-    def test_a_link_to_nowhere(self, place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+    def test_a_dangling_symlink(self, place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
         (tmp_path / "out").symlink_to(tmp_path / "gone")
         self.refused(tmp_path / "out", "exists already", place, smelt_here)
 
@@ -272,19 +272,21 @@ class TestPlaces:
         (tmp_path / "file").write_text("")
         self.refused(tmp_path / "file" / "out", "is not a folder", place, smelt_here)
 
-    def test_too_long_a_name(self, place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+    def test_a_name_that_is_too_long(self, place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
         self.refused(tmp_path / ("x" * 300), "name too long", place, smelt_here)
 
-    def test_a_folder_one_may_not_write_to(
+    def test_a_folder_without_write_permission(
         self, place: Place, smelt_here: Smelt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Those who run this as root may write everywhere, so the system's answer is made up."""
+        """Root may write everywhere, so the OS error is faked."""
         monkeypatch.setattr("os.access", lambda path, mode: not mode & os.W_OK)
         self.refused(tmp_path / "out", "may not be written to", place, smelt_here)
         assert tree(tmp_path) == []
 
 
-def test_a_bug_of_ours_is_one_sentence_too(place: Place, smelt_here: Smelt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_is_one_sentence_too(
+    place: Place, smelt_here: Smelt, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any) -> None:
         raise KeyError("oops")
 
@@ -305,7 +307,7 @@ def test_too_little_memory(error: Exception, place: Place, smelt_here: Smelt, mo
     smelt_here("inspect", place / "llama").refused("out of memory")
 
 
-def test_debug_shows_where_an_error_of_the_user_came_from(smelt_here: Smelt) -> None:
+def test_debug_shows_the_traceback_of_a_user_error(smelt_here: Smelt) -> None:
     from smelt.errors import ModelError
 
     with pytest.raises(ModelError, match="no model at"):

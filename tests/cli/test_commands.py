@@ -1,4 +1,4 @@
-"""Every command runs, says something sane, and writes the right numbers with --json."""
+"""Every command runs, prints sensible output, and writes correct numbers with --json."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_help_does_not_wait_for_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
-def test_output_that_is_not_read_to_its_end_is_no_error() -> None:
+def test_a_closed_output_pipe_is_not_an_error() -> None:
     command = f"set -o pipefail; {shlex.quote(sys.executable)} -m smelt.cli.main methods | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout
@@ -53,7 +53,7 @@ def test_the_version(smelt_here: Smelt) -> None:
     assert smelt_here("--version").out.strip() == smelt.__version__
 
 
-def test_as_a_process_of_its_own() -> None:
+def test_as_a_separate_process() -> None:
     command = [sys.executable, "-m", "smelt.cli.main"]
     done = subprocess.run([*command, "inspect", "nowhere"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
@@ -72,17 +72,17 @@ def test_methods(smelt_here: Smelt, tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", ["llama", "bert"])
 def test_inspect(model: str, place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
     done = smelt_here("inspect", place / model, "--json", str(tmp_path / "r.json"), "--seed", "3")
-    found, network = result(tmp_path / "r.json"), load(place / model).network
-    assert found["parameters"] == sum(parameter.numel() for parameter in network.parameters())
-    assert found["bytes"] == 4 * found["parameters"]
-    assert found["block_parameters"] == sum(row["parameters"] for row in found["blocks"])
-    assert found["macs"] == pytest.approx(sum(row["macs"] for row in found["blocks"]))
-    assert len(found["blocks"]) == 3 and "48 FFN channels" in done.out
+    report, network = result(tmp_path / "r.json"), load(place / model).network
+    assert report["parameters"] == sum(parameter.numel() for parameter in network.parameters())
+    assert report["bytes"] == 4 * report["parameters"]
+    assert report["block_parameters"] == sum(row["parameters"] for row in report["blocks"])
+    assert report["macs"] == pytest.approx(sum(row["macs"] for row in report["blocks"]))
+    assert len(report["blocks"]) == 3 and "48 FFN channels" in done.out
     assert ("4 heads of 8 in 2 KV groups" if model == "llama" else "4 heads of 8") in done.out
 
 
-def test_inspect_counts_macs_for_the_tokens_asked_for(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
-    """By hand, without the embeddings and the head: projections a token, and products of causal attention."""
+def test_inspect_counts_macs_for_the_requested_tokens(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+    """By hand, without embeddings and head: projections per token, and products of causal attention."""
     smelt_here("inspect", place / "llama", "--tokens", "64", "--json", str(tmp_path / "r.json"))
     attention = 32 * (32 + 16 + 16) + 32 * 32
     by_hand = 64 * (attention + 3 * 32 * 48) + 2 * 32 * 64 * 64 / 2
@@ -92,44 +92,46 @@ def test_inspect_counts_macs_for_the_tokens_asked_for(place: Place, smelt_here: 
 def test_plan(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
     arguments = ["-r", place / "llama.yaml", "--json", str(tmp_path / "r.json"), "--seed", "3"]
     done = smelt_here("plan", place / "llama", *arguments)
-    found, model = result(tmp_path / "r.json"), load(place / "llama")
+    report, model = result(tmp_path / "r.json"), load(place / "llama")
     assert done.code == 0 and "fisher" in done.out and "parameters 0.8" in done.out
-    assert found["parameters"] == count_parameters(model.network)
-    assert found["bytes"] == count_bytes(model.network)
+    assert report["parameters"] == count_parameters(model.network)
+    assert report["bytes"] == count_bytes(model.network)
     before = block_parameters(model.anatomy)
-    assert (found["block_parameters"], found["block_parameters_after"]) == (before, int(0.8 * before))
-    assert 0 < found["seconds"] < 60
-    assert found["bytes"] < found["peak_memory"] < found["available_memory"]
+    assert (report["block_parameters"], report["block_parameters_after"]) == (before, int(0.8 * before))
+    assert 0 < report["seconds"] < 60
+    assert report["bytes"] < report["peak_memory"] < report["available_memory"]
 
 
 def test_eval_of_text(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
     arguments = ["--data", place / "text.txt", "--limit", "2000", "--context", "64", "--json", str(tmp_path / "r.json")]
     done = smelt_here("eval", place / "llama", "--seed", "3", *arguments)
-    found = result(tmp_path / "r.json")
-    assert done.code == 0 and "perplexity" in done.out and found["passed"]
-    assert found["quality"]["metric"] == "perplexity" and found["quality"]["settings"]["context"] == 64
-    assert 1.0 < found["quality"]["value"] < 2.0  # it was trained on this text; a guess among its letters is about 20
+    report = result(tmp_path / "r.json")
+    assert done.code == 0 and "perplexity" in done.out and report["passed"]
+    assert report["quality"]["metric"] == "perplexity" and report["quality"]["settings"]["context"] == 64
+    assert (
+        1.0 < report["quality"]["value"] < 2.0
+    )  # it was trained on this text; guessing among its characters gives about 20
 
 
-def test_eval_against_another(place: Place, smelt_here: Smelt, pruned: Path, tmp_path: Path) -> None:
+def test_eval_against_a_baseline(place: Place, smelt_here: Smelt, pruned: Path, tmp_path: Path) -> None:
     arguments = ["--data", place / "text.txt", "--limit", "3000", "--context", "64", "--json", str(tmp_path / "r.json")]
     done = smelt_here("eval", str(pruned), "--against", place / "llama", *arguments)
-    found = result(tmp_path / "r.json")
-    made, (low, high) = found["comparison"], found["comparison"]["interval"]
-    assert made["difference"] == pytest.approx(found["quality"]["value"] - found["base_quality"]["value"])
-    assert low < made["difference"] < high and made["ratio"] > 1
-    assert found["divergence"]["kl"] > 0
+    report = result(tmp_path / "r.json")
+    comparison, (low, high) = report["comparison"], report["comparison"]["interval"]
+    assert comparison["difference"] == pytest.approx(report["quality"]["value"] - report["base_quality"]["value"])
+    assert low < comparison["difference"] < high and comparison["ratio"] > 1
+    assert report["divergence"]["kl"] > 0
     assert "95% interval" in done.out and "worse" in done.out
-    assert done.code == 3 and found["passed"] is False and "failed: perplexity is worse than that of" in done.out
+    assert done.code == 3 and report["passed"] is False and "failed: perplexity is worse than that of" in done.out
 
 
 def test_eval_of_a_classifier_against_itself(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
     arguments = ["--data", place / "rows.jsonl", "--json", str(tmp_path / "r.json")]
     done = smelt_here("eval", place / "bert", "--against", place / "bert", *arguments)
-    found = result(tmp_path / "r.json")
-    assert found["quality"]["metric"] == "accuracy" and found["quality"]["value"] > 0.9
-    assert (found["comparison"]["flips"], found["comparison"]["mcnemar"]) == (0, 1)
-    assert "no clear difference" in done.out and done.code == 0 and found["passed"] is True
+    report = result(tmp_path / "r.json")
+    assert report["quality"]["metric"] == "accuracy" and report["quality"]["value"] > 0.9
+    assert (report["comparison"]["flips"], report["comparison"]["mcnemar"]) == (0, 1)
+    assert "no clear difference" in done.out and done.code == 0 and report["passed"] is True
 
 
 @pytest.mark.parametrize(
@@ -166,13 +168,13 @@ def test_bench(place: Place, smelt_here: Smelt, pruned: Path, tmp_path: Path) ->
         "3",
     ]
     done = smelt_here("bench", str(pruned), "--against", place / "llama", *arguments)
-    found = result(tmp_path / "r.json")
-    forward, decode = found["latency"]["forward"], found["latency"]["decode a token"]
+    report = result(tmp_path / "r.json")
+    forward, decode = report["latency"]["forward"], report["latency"]["decode a token"]
     assert 0 < forward["median_ms"] < 1000 and 0 < decode["median_ms"] < 1000
     assert (forward["batch"], forward["length"], forward["repeats"]) == (2, 16, 5)
     assert forward["tokens_per_second"] == pytest.approx(2 * 16 / forward["median_ms"] * 1000)
-    assert found["peak_bytes"] > 10**8  # torch alone takes more
-    compared = found["comparison"]
+    assert report["peak_bytes"] > 10**8  # torch alone takes more
+    compared = report["comparison"]
     assert compared["ratio_low"] <= compared["ratio"] <= compared["ratio_high"] and math.isfinite(compared["ratio"])
     assert "median" in done.out and "times the speed of" in done.out
 
@@ -182,8 +184,8 @@ def test_bench_of_a_classifier_decodes_nothing(place: Place, smelt_here: Smelt, 
     assert list(result(tmp_path / "r.json")["latency"]) == ["forward"]
 
 
-def test_names_that_look_like_markup_are_printed_as_they_are(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
-    """A closing tag without its opening one would be an error of the table's own language."""
+def test_names_that_look_like_markup_are_printed_verbatim(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+    """An unmatched closing tag would be a Rich markup error."""
     model = tmp_path / "[red]llama[" / "b]"
     model.parent.mkdir()
     model.symlink_to(place / "llama")

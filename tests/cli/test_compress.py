@@ -39,8 +39,8 @@ def kept(out: Path, what: str) -> float:
     return size["after"] / size["before"]
 
 
-def test_the_whole_of_it(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
-    """With the clean process that proves it, timing, prompts and the result as JSON."""
+def test_a_complete_run(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+    """With verification in a clean process, timing, prompts and the result as JSON."""
     out, written = tmp_path / "deep" / "out", tmp_path / "r.json"
     arguments = ["-r", place / "llama.yaml", "-o", str(out), "--json", str(written), "--prompt", "the cat"]
     done = smelt_here("compress", place / "llama", *arguments)
@@ -49,16 +49,16 @@ def test_the_whole_of_it(place: Place, smelt_here: Smelt, tmp_path: Path) -> Non
         file.name for file in out.iterdir()
     }
     assert [path.name for path in out.parent.iterdir()] == ["out"]
-    model, found = load(out), json.loads(written.read_text())
-    assert found == record(out)
-    assert found["size"]["parameters"]["after"] == count_parameters(model.network)
-    assert found["size"]["bytes"]["after"] == count_bytes(model.network)
+    model, report = load(out), json.loads(written.read_text())
+    assert report == record(out)
+    assert report["size"]["parameters"]["after"] == count_parameters(model.network)
+    assert report["size"]["bytes"]["after"] == count_bytes(model.network)
     before = block_parameters(load(place / "llama").anatomy)
-    assert found["size"]["block_parameters"] == {"before": before, "after": block_parameters(model.anatomy)}
+    assert report["size"]["block_parameters"] == {"before": before, "after": block_parameters(model.anatomy)}
     assert 0.7 * before < block_parameters(model.anatomy) <= 0.8 * before
-    assert found["quality"]["before"] < found["quality"]["after"] < 1.2 * found["quality"]["before"]
-    assert found["speed"][0]["after"]["median_ms"] > 0
-    assert [sample["who"] for sample in found["samples"]] == ["before", "after"]
+    assert report["quality"]["before"] < report["quality"]["after"] < 1.2 * report["quality"]["before"]
+    assert report["speed"][0]["after"]["median_ms"] > 0
+    assert [sample["who"] for sample in report["samples"]] == ["before", "after"]
     assert "perplexity" in done.out and "saved and verified" in done.out and "before: " in done.out
     assert [step["method"] for step in model.history] == ["fisher"]
 
@@ -83,22 +83,22 @@ def test_every_method_with_every_repair(
 
 
 @pytest.mark.parametrize("name", QUANTISERS)
-def test_every_quantiser(name: str, place: Place, smelt_here: Smelt, quick: None, tmp_path: Path) -> None:
+def test_every_quantization_method(name: str, place: Place, smelt_here: Smelt, quick: None, tmp_path: Path) -> None:
     content = llama_recipe(place)
     content["steps"] = [{"method": name, "bits": 8, "group_size": -1, **QUICK.get(name, {})}]
     done = compress(smelt_here, place, "llama", content, tmp_path / "out")
     assert done.code == 0, done
-    found = record(tmp_path / "out")
-    assert found["size"]["bytes"]["after"] < 0.6 * found["size"]["bytes"]["before"]
-    assert found["quality"]["after"] < 1.3 * found["quality"]["before"]
-    assert all(layer["bits"] > 2 for block in found["precision"] for layer in block["layers"].values())
+    report = record(tmp_path / "out")
+    assert report["size"]["bytes"]["after"] < 0.6 * report["size"]["bytes"]["before"]
+    assert report["quality"]["after"] < 1.3 * report["quality"]["before"]
+    assert all(layer["bits"] > 2 for block in report["precision"] for layer in block["layers"].values())
     assert (tmp_path / "out" / "report.html").exists()
 
 
-def test_a_repair_sees_data_even_where_the_scores_need_none(
+def test_a_repair_uses_data_even_if_the_scores_need_none(
     place: Place, smelt_here: Smelt, quick: None, tmp_path: Path
 ) -> None:
-    """The default data, where none is named; a repair that saw nothing would fit a bias of zero."""
+    """The default data, where none is named; a repair without data would fit a zero bias."""
     content = llama_recipe(place, method="magnitude", repair="full")
     del content["data"]["source"]
     assert compress(smelt_here, place, "llama", content, tmp_path / "out").code == 0
@@ -106,7 +106,7 @@ def test_a_repair_sees_data_even_where_the_scores_need_none(
 
 
 @pytest.mark.parametrize("measure", [measure for measure in MEASURES if measure != "latency"])
-def test_a_budget_over_each_measure(measure: str, place: Place, smelt_here: Smelt, quick: None, tmp_path: Path) -> None:
+def test_a_budget_for_each_metric(measure: str, place: Place, smelt_here: Smelt, quick: None, tmp_path: Path) -> None:
     content = bert_recipe(place, budget={measure: 0.75}, repair="none", seq_len=128)
     done = compress(smelt_here, place, "bert", content, tmp_path / "out")
     assert done.code == 0, done
@@ -116,8 +116,8 @@ def test_a_budget_over_each_measure(measure: str, place: Place, smelt_here: Smel
         assert 0.68 < kept(tmp_path / "out", "macs" if measure == "macs" else "block_parameters") <= 0.75
 
 
-def test_a_budget_over_latency(place: Place, smelt_here: Smelt, quick: None, tmp_path: Path) -> None:
-    """On a network large enough that fewer units are less time."""
+def test_a_latency_budget(place: Place, smelt_here: Smelt, quick: None, tmp_path: Path) -> None:
+    """On a network large enough that fewer units take less time."""
     config = transformers.BertConfig(
         hidden_size=256, num_hidden_layers=3, num_attention_heads=4, intermediate_size=1024, vocab_size=99
     )
@@ -130,7 +130,7 @@ def test_a_budget_over_latency(place: Place, smelt_here: Smelt, quick: None, tmp
     assert 0.3 < kept(tmp_path / "out", "macs") < 0.9
 
 
-def test_what_was_pruned_can_be_pruned_again(
+def test_a_pruned_model_can_be_pruned_again(
     place: Place, smelt_here: Smelt, quick: None, pruned: Path, tmp_path: Path
 ) -> None:
     content = llama_recipe(place, budget={"parameters": 0.8})
@@ -144,7 +144,7 @@ def test_what_was_pruned_can_be_pruned_again(
     assert twice.anatomy.parts[1].original_units == 48
 
 
-def test_two_runs_with_a_seed_give_the_same_bytes_and_another_seed_others(
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_differs(
     place: Place, smelt_here: Smelt, quick: None, tmp_path: Path
 ) -> None:
     content = llama_recipe(place)
@@ -156,7 +156,7 @@ def test_two_runs_with_a_seed_give_the_same_bytes_and_another_seed_others(
     assert weights[0] != weights[1]
 
 
-def test_activations_past_the_memory_limit_go_to_disk_and_change_nothing(
+def test_activations_spilled_to_disk_change_nothing(
     place: Place, smelt_here: Smelt, quick: None, tmp_path: Path
 ) -> None:
     content = llama_recipe(place)
@@ -168,7 +168,7 @@ def test_activations_past_the_memory_limit_go_to_disk_and_change_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["free", "limited"]
 
 
-def test_a_language_model_learns_from_the_text_of_labeled_rows_when_the_column_is_named(
+def test_a_language_model_calibrates_on_a_named_text_column_of_labeled_rows(
     place: Place, smelt_here: Smelt, quick: None, tmp_path: Path
 ) -> None:
     content = llama_recipe(place)
@@ -176,10 +176,10 @@ def test_a_language_model_learns_from_the_text_of_labeled_rows_when_the_column_i
     assert compress(smelt_here, place, "llama", content, tmp_path / "out").code == 0
 
 
-def test_text_that_looks_like_markup_is_printed_as_it_is(
+def test_text_that_looks_like_markup_is_printed_verbatim(
     place: Place, smelt_here: Smelt, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a model says is foreign text; chat models say things like this."""
+    """Generated text is untrusted; chat models produce text like this."""
     monkeypatch.setattr("smelt.models.model.Model.generate", lambda model, prompt: "[/INST] :smile: [red]")
     done = compress(smelt_here, place, "llama", llama_recipe(place), tmp_path / "out", "--prompt", "hello")
     assert done.code == 0, done
@@ -188,14 +188,14 @@ def test_text_that_looks_like_markup_is_printed_as_it_is(
 
 @pytest.mark.shared
 def test_a_real_small_model(shared: Path, smelt_here: Smelt, quick: None, tmp_path: Path) -> None:
-    """TinyStories with 260 thousand weights, a tenth of its blocks removed: it tells its stories still."""
+    """stories260K with a tenth of its blocks' parameters removed still generates stories."""
     recipe = tmp_path / "recipe.yaml"
     data = "data: {samples: 16, length: 128}\nevaluate: {context: 128, limit: 4096}\n"
     recipe.write_text(f"{data}steps: [{{method: fisher, budget: {{parameters: 0.9}}}}]\n")
     arguments = ["-r", str(recipe), "-o", str(tmp_path / "out"), "--no-speed", "--prompt", "Once upon a time"]
     done = smelt_here("compress", str(shared / "weights" / "stories260K"), *arguments)
     assert done.code == 0, done
-    found = record(tmp_path / "out")
-    assert found["size"]["block_parameters"]["after"] <= 0.9 * found["size"]["block_parameters"]["before"]
-    assert found["quality"]["after"] < 1.1 * found["quality"]["before"]
-    assert all(len(sample["text"]) > 20 for sample in found["samples"])
+    report = record(tmp_path / "out")
+    assert report["size"]["block_parameters"]["after"] <= 0.9 * report["size"]["block_parameters"]["before"]
+    assert report["quality"]["after"] < 1.1 * report["quality"]["before"]
+    assert all(len(sample["text"]) > 20 for sample in report["samples"])

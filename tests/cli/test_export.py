@@ -1,4 +1,4 @@
-"""`smelt export` as a person calls it: from an artifact to a folder that is proven, or one sentence and nothing."""
+"""`smelt export`: from an artifact to a verified output, or one sentence and nothing written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.export.quantized_models import encoder, network, quantized, scheme
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A quantized language model with a tokenizer, as `smelt compress` leaves it."""
+    """A quantized language model with a tokenizer, as `smelt compress` writes it."""
     folder = tmp_path_factory.mktemp("artifact")
     model = quantized(network(), scheme("int4/32@float16"))
     model.tokenizer = character_tokenizer()
@@ -59,7 +59,7 @@ def test_an_exported_folder_can_be_inspected(artifact: Path, smelt_here: Smelt, 
     assert smelt_here("inspect", str(tmp_path / "out")).code == 0
 
 
-def test_twice_the_same_bytes(artifact: Path, smelt_here: Smelt, tmp_path: Path) -> None:
+def test_export_is_deterministic(artifact: Path, smelt_here: Smelt, tmp_path: Path) -> None:
     for name in ("one", "two"):
         for form, out in (("compressed-tensors", name), ("gguf", f"{name}.gguf")):
             more = ["--no-tokenizer"] if form == "gguf" else []
@@ -78,8 +78,8 @@ class TestBadInput:
         assert sorted(str(path) for path in tmp_path.rglob("*")) == before
 
     def test_a_missing_folder(self, smelt_here: Smelt, tmp_path: Path) -> None:
-        given = [str(tmp_path / "nowhere"), "--to", "gguf", "-o", str(tmp_path / "out")]
-        self.refused(smelt_here, tmp_path, "no model at", *given)
+        arguments = [str(tmp_path / "nowhere"), "--to", "gguf", "-o", str(tmp_path / "out")]
+        self.refused(smelt_here, tmp_path, "no model at", *arguments)
 
     def test_an_existing_output(self, artifact: Path, smelt_here: Smelt, tmp_path: Path) -> None:
         (tmp_path / "out").mkdir()
@@ -87,24 +87,24 @@ class TestBadInput:
 
     def test_an_output_inside_a_file(self, artifact: Path, smelt_here: Smelt, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
-        given = [str(artifact), "--to", "gguf", "-o", str(tmp_path / "file" / "out")]
-        self.refused(smelt_here, tmp_path, "could not be written", *given)
+        arguments = [str(artifact), "--to", "gguf", "-o", str(tmp_path / "file" / "out")]
+        self.refused(smelt_here, tmp_path, "could not be written", *arguments)
 
     def test_an_unknown_format(self, artifact: Path, smelt_here: Smelt, tmp_path: Path) -> None:
-        given = [str(artifact), "--to", "safe", "-o", str(tmp_path / "out")]
-        self.refused(smelt_here, tmp_path, "there are compressed-tensors, gguf, onnx", *given)
+        arguments = [str(artifact), "--to", "safe", "-o", str(tmp_path / "out")]
+        self.refused(smelt_here, tmp_path, "there are compressed-tensors, gguf, onnx", *arguments)
 
     def test_an_option_of_another_format(self, artifact: Path, smelt_here: Smelt, tmp_path: Path) -> None:
-        given = [str(artifact), "--to", "compressed-tensors", "-o", str(tmp_path / "out"), "--type", "q8_0"]
-        self.refused(smelt_here, tmp_path, "has no option type", *given)
+        arguments = [str(artifact), "--to", "compressed-tensors", "-o", str(tmp_path / "out"), "--type", "q8_0"]
+        self.refused(smelt_here, tmp_path, "has no option type", *arguments)
 
     def test_an_unknown_type(self, artifact: Path, smelt_here: Smelt, tmp_path: Path) -> None:
-        given = [str(artifact), "--to", "gguf", "-o", str(tmp_path / "out"), "--type", "q1"]
-        self.refused(smelt_here, tmp_path, "no GGUF type 'q1'", *given)
+        arguments = [str(artifact), "--to", "gguf", "-o", str(tmp_path / "out"), "--type", "q1"]
+        self.refused(smelt_here, tmp_path, "no GGUF type 'q1'", *arguments)
 
-    def test_a_tokenizer_that_gguf_cannot_hold(self, artifact: Path, smelt_here: Smelt, tmp_path: Path) -> None:
-        given = [str(artifact), "--to", "gguf", "-o", str(tmp_path / "out.gguf")]
-        self.refused(smelt_here, tmp_path, "--no-tokenizer", *given)
+    def test_a_tokenizer_that_gguf_cannot_store(self, artifact: Path, smelt_here: Smelt, tmp_path: Path) -> None:
+        arguments = [str(artifact), "--to", "gguf", "-o", str(tmp_path / "out.gguf")]
+        self.refused(smelt_here, tmp_path, "--no-tokenizer", *arguments)
 
     def test_a_model_that_the_format_cannot_express(self, smelt_here: Smelt, tmp_path: Path) -> None:
         network(num_hidden_layers=1).save_pretrained(tmp_path / "plain")
@@ -113,7 +113,7 @@ class TestBadInput:
         self.refused(smelt_here, tmp_path, "not quantized", plain, "--to", "compressed-tensors", "-o", out)
         self.refused(smelt_here, tmp_path, "goes to onnx", other, "--to", "gguf", "-o", out)
 
-    def test_a_pruned_model_of_many_widths(self, smelt_here: Smelt, tmp_path: Path) -> None:
+    def test_a_pruned_model_with_different_layer_widths(self, smelt_here: Smelt, tmp_path: Path) -> None:
         model = Model(network())
         part = next(part for part in model.anatomy.parts if part.kind == "ffn_channels")
         keep_units(model.network, part, range(part.units - 32))
@@ -121,29 +121,29 @@ class TestBadInput:
         (tmp_path / "pruned").mkdir()
         save_artifact(model, tmp_path / "pruned")
         for form in ("gguf", "compressed-tensors"):
-            given = [str(tmp_path / "pruned"), "--to", form, "-o", str(tmp_path / "out")]
-            self.refused(smelt_here, tmp_path, "different widths", *given)
+            arguments = [str(tmp_path / "pruned"), "--to", form, "-o", str(tmp_path / "out")]
+            self.refused(smelt_here, tmp_path, "different widths", *arguments)
 
     def test_a_corrupt_packed_file(self, artifact: Path, smelt_here: Smelt, tmp_path: Path) -> None:
         broken = Path(shutil.copytree(artifact, tmp_path / "broken"))
         file = broken / "model.safetensors"
-        whole = file.read_bytes()
-        given = [str(broken), "--to", "compressed-tensors", "-o", str(tmp_path / "out")]
-        file.write_bytes(whole[:-64])
-        self.refused(smelt_here, tmp_path, "cut off", *given)
-        file.write_bytes(whole)
+        data = file.read_bytes()
+        arguments = [str(broken), "--to", "compressed-tensors", "-o", str(tmp_path / "out")]
+        file.write_bytes(data[:-64])
+        self.refused(smelt_here, tmp_path, "cut off", *arguments)
+        file.write_bytes(data)
         tensors = load_file(file)
         name = next(name for name in tensors if name.endswith(".codes"))
         save_file({**tensors, name: tensors[name].to(torch.int32)}, file, metadata={"format": "pt"})
-        self.refused(smelt_here, tmp_path, name, *given)
+        self.refused(smelt_here, tmp_path, name, *arguments)
 
-    def test_an_export_that_does_not_prove_itself(
+    def test_an_export_that_fails_verification(
         self, artifact: Path, smelt_here: Smelt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Codes that are written wrong are found by reading them back, and the folder does not appear."""
+        """Wrongly written codes are detected by reading them back, and no folder is written."""
         monkeypatch.setattr("smelt.export.compressed_tensors._words", lambda octets: _words_of_ones(octets))
-        given = [str(artifact), "--to", "compressed-tensors", "-o", str(tmp_path / "out")]
-        self.refused(smelt_here, tmp_path, "could not be verified", *given)
+        arguments = [str(artifact), "--to", "compressed-tensors", "-o", str(tmp_path / "out")]
+        self.refused(smelt_here, tmp_path, "could not be verified", *arguments)
 
 
 def _words_of_ones(octets: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`smelt formats` as a user calls it: every format, its true bits, its measured error, on a narrow terminal too."""
+"""`smelt formats`: every format, its true bits, its measured error, also on a narrow terminal."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_format_with_its_bits_and_error(found: dict[str, dict[str, Any]]) 
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_it_is_readable(columns: int, smelt_here: Smelt, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No line is too long, no cell of the tables is folded, and every name can be found or derived."""
+    """No line is too long, no table cell wraps, and every name is listed or derivable."""
     monkeypatch.setenv("COLUMNS", str(columns))
     done = smelt_here("formats")
     lines = done.out.splitlines()
@@ -61,8 +61,8 @@ def test_it_is_readable(columns: int, smelt_here: Smelt, monkeypatch: pytest.Mon
 def test_the_seed_changes_the_sample_and_nothing_else(smelt_here: Smelt, tmp_path: Path) -> None:
     for name, seed in (("a", "7"), ("b", "7"), ("c", "8")):
         smelt_here("formats", "--seed", seed, "--json", str(tmp_path / name))
-    first, again, other = (json.loads((tmp_path / name).read_text()) for name in "abc")
-    assert first == again != other
+    first, repeated, other = (json.loads((tmp_path / name).read_text()) for name in "abc")
+    assert first == repeated != other
     for one, two in zip(first, other, strict=True):
         assert one.pop("signal_to_noise") == pytest.approx(two.pop("signal_to_noise"), abs=0.3)
     assert first == other
@@ -77,5 +77,5 @@ def test_the_page_shows_what_the_command_measures(found: dict[str, dict[str, Any
         assert float(ratio) == pytest.approx(found[name]["signal_to_noise"], abs=0.06)
 
 
-def test_a_wrong_place_for_json_is_refused_before_any_work(smelt_here: Smelt, tmp_path: Path) -> None:
+def test_an_invalid_json_path_is_refused_before_any_work(smelt_here: Smelt, tmp_path: Path) -> None:
     smelt_here("formats", "--json", str(tmp_path)).refused("is a folder")

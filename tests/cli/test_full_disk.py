@@ -1,4 +1,4 @@
-"""A disk that fills up at any moment: one sentence, nothing half-written, and with space again --resume goes on."""
+"""A full disk at any moment: one sentence, nothing half-written, and --resume continues once there is space."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 
 class Disk:
-    """A disk of its own that can be made smaller and larger."""
+    """A separate file system that can be resized."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -40,11 +40,11 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     subprocess.run(["umount", str(made.folder)], check=True)
 
 
-def test_at_any_moment(
+def test_disk_full_at_any_moment(
     disk: Disk, place: Place, smelt_here: Smelt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk grows after each failure, so that the run fails a little later each time."""
-    monkeypatch.setattr(CompressionPlan, "check", lambda _: None)  # which would refuse most of these before they begin
+    monkeypatch.setattr(CompressionPlan, "check", lambda _: None)  # it would refuse most of these before they start
     arguments = ["compress", place / "llama", "-r", place / "llama.yaml", "--no-speed", "-o"]
     out, failed_at = disk.folder / "out", set()
     for size in range(4, 600, 32):
@@ -62,21 +62,21 @@ def test_at_any_moment(
     assert same_bytes(out, tmp_path / "whole")
 
 
-def test_it_is_foreseen(disk: Disk, place: Place, smelt_here: Smelt) -> None:
+def test_a_full_disk_is_predicted(disk: Disk, place: Place, smelt_here: Smelt) -> None:
     out = disk.folder / "out"
     done = smelt_here("compress", place / "llama", "-r", place / "llama.yaml", "-o", str(out))
     done.refused("of disk and 4.10 kB is free")
     assert list(disk.folder.iterdir()) == []
 
 
-def test_for_the_result_as_json(disk: Disk, place: Place, smelt_here: Smelt) -> None:
+def test_disk_full_while_writing_json(disk: Disk, place: Place, smelt_here: Smelt) -> None:
     (disk.folder / "filling").write_bytes(b"x" * 4096)
     done = smelt_here("inspect", place / "llama", "--json", str(disk.folder / "r.json"))
     done.refused("the disk is full")
     assert [path.name for path in disk.folder.iterdir()] == ["filling"]
 
 
-def test_by_activations_past_the_memory_limit(disk: Disk, place: Place, forked: Forked) -> None:
+def test_disk_full_while_spilling_activations(disk: Disk, place: Place, forked: Forked) -> None:
     content = {**llama_recipe(place), "memory_limit": "1 kB"}
     content["data"] |= {"samples": 64, "seq_len": 128}
     disk.resize(256)

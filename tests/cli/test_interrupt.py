@@ -25,7 +25,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_as_each_file_is_written(place: Place, forked: Forked, tmp_path: Path) -> None:
-    """The signal comes just before the file is put in place; the last one is the result itself."""
+    """The signal comes just before each file's rename; the last file is the result itself."""
     out = tmp_path / "out"
     for file in FILES:
         moment = Moment(file, before=True, signal=signal.SIGINT)
@@ -36,7 +36,7 @@ def test_as_each_file_is_written(place: Place, forked: Forked, tmp_path: Path) -
 
 
 def test_at_any_time(place: Place, forked: Forked, tmp_path: Path) -> None:
-    """Wherever the work happens to be after so many seconds."""
+    """Wherever the run is after this many seconds."""
     out = tmp_path / "out"
     for seconds in (0.02, 0.1, 0.2, 0.3, 0.4, 0.55, 0.7, 0.9):
         done = forked(*arguments(place, out), moment=Moment(seconds=seconds, signal=signal.SIGINT))
@@ -50,8 +50,8 @@ def test_at_any_time(place: Place, forked: Forked, tmp_path: Path) -> None:
     assert same_bytes(out, tmp_path / "whole")
 
 
-def test_while_the_clean_process_proves_the_result(place: Place, forked: Forked, tmp_path: Path) -> None:
-    """In a terminal the signal goes to that process as well, whose own words about it must not be seen."""
+def test_while_the_clean_process_verifies_the_result(place: Place, forked: Forked, tmp_path: Path) -> None:
+    """In a terminal the child gets the signal too; its own message must not appear."""
     out = tmp_path / "out"
     running = forked.start(*arguments(place, out), quick=False)
     running.stop_when_it_says("reloading in a clean process")
@@ -62,8 +62,8 @@ def test_while_the_clean_process_proves_the_result(place: Place, forked: Forked,
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc to see how far a process is")
 @pytest.mark.parametrize("library", ["_multiarray_umath", "libtorch_cpu", "_safetensors_rust"])
-def test_while_it_is_still_being_imported(library: str) -> None:
-    """Half an import must not answer with a traceback of somebody else's code."""
+def test_while_still_importing(library: str) -> None:
+    """An interrupted import must not print a traceback."""
     command = [sys.executable, "-m", "smelt.cli.main", "methods"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while library not in Path(f"/proc/{process.pid}/maps").read_text():

@@ -1,4 +1,4 @@
-"""`smelt kv profile` as a person uses it."""
+"""`smelt kv profile` from the command line."""
 
 from __future__ import annotations
 
@@ -27,18 +27,25 @@ def test_a_profile(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
     done = smelt_here(*arguments(place, out, "--keep", "0.8", "--seed", "3", "--json", str(tmp_path / "r.json")))
     assert done.code == 0, done
     assert "layer" in done.out and "times the memory" in done.out
-    told, found, model = json.loads((tmp_path / "r.json").read_text()), EvictionProfile.load(out), load(place / "llama")
-    found.check_model(kv_shape_of(model))
-    assert told["keep"] == found.keep_ratio == 0.8 and told["samples"] == 3 and told["seed"] == 3
-    assert torch.equal(torch.tensor(told["budgets"], dtype=torch.float64), found.budgets)
-    assert told["budget"] >= told["mean"] > 0 and told["over_ideal"]["global"] <= told["over_ideal"]["adjacent"]
+    contents, report, model = (
+        json.loads((tmp_path / "r.json").read_text()),
+        EvictionProfile.load(out),
+        load(place / "llama"),
+    )
+    report.check_model(kv_shape_of(model))
+    assert contents["keep"] == report.keep_ratio == 0.8 and contents["samples"] == 3 and contents["seed"] == 3
+    assert torch.equal(torch.tensor(contents["budgets"], dtype=torch.float64), report.budgets)
+    assert (
+        contents["budget"] >= contents["mean"] > 0
+        and contents["over_ideal"]["global"] <= contents["over_ideal"]["adjacent"]
+    )
     assert model.tokenizer is not None
     tokens = model.tokenizer((Path(place / "text.txt")).read_text(), verbose=False)["input_ids"]
     assert sample_prompts(tokens, 3, 120, 3) != sample_prompts(tokens, 3, 120, 4)
     shares = measure_kept_ratios(
         model, sample_prompts(tokens, 3, 120, 3), make_scorer("snapkv"), make_budget_rule("ada"), 0.8
     )
-    assert torch.allclose(shares.mean(0), torch.tensor(found.mean, dtype=torch.float64))
+    assert torch.allclose(shares.mean(0), torch.tensor(report.mean, dtype=torch.float64))
 
 
 def test_a_scorer_that_repeats_the_prompt(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
@@ -57,7 +64,7 @@ def test_a_scorer_that_repeats_the_prompt(place: Place, smelt_here: Smelt, tmp_p
         (["--length", "100000"], "give more, or a smaller length"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(
+def test_invalid_arguments_raise_one_sentence(
     more: list[str], told: str, place: Place, smelt_here: Smelt, tmp_path: Path
 ) -> None:
     smelt_here(*arguments(place, tmp_path / "p.json", *more)).refused(told)

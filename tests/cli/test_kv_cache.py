@@ -1,4 +1,4 @@
-"""A format of keys and values as a person meets it: said once in a recipe, then known to every command."""
+"""The KV cache format from the command line: set once in a recipe, then used by every command."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def evaluated(smelt_here: Smelt, place: Place, small: Path, tmp_path: Path, *mor
     return {**content, "out": done.out}
 
 
-def test_it_is_said_once(
+def test_it_is_set_once(
     place: Place, smelt_here: Smelt, quick: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     small = tmp_path / "small"
@@ -39,14 +39,14 @@ def test_it_is_said_once(
     measured = json.loads((small / "measurements.json").read_text())
     assert measured["samples"][1]["text"] == load(small).generate("the cat")
 
-    found = evaluated(smelt_here, place, small, tmp_path)
-    assert found["kv"] == "int2" and "KV cache in int2" in found["out"]
+    result = evaluated(smelt_here, place, small, tmp_path)
+    assert result["kv"] == "int2" and "KV cache in int2" in result["out"]
     assert (
-        found["quality"]["value"]
+        result["quality"]["value"]
         == evaluated(smelt_here, place, small, tmp_path, "--kv-cache-dtype", "int2")["quality"]["value"]
     )
     assert (
-        found["quality"]["value"]
+        result["quality"]["value"]
         > evaluated(smelt_here, place, small, tmp_path, "--kv-cache-dtype", "none")["quality"]["value"]
     )
 
@@ -58,14 +58,14 @@ def test_it_is_said_once(
     for model, said in ((str(small), 1), (place / "llama", 0)):
         caplog.clear()
         smelt.Engine(model, max_model_len=32, kv_cache_bytes=10**6)
-        told = [record.message for record in caplog.records if "keys and values" in record.message]
-        assert len(told) == said and all(
-            "in int2, which no page holds; they are in the model's own" in each for each in told
+        messages = [record.message for record in caplog.records if "keys and values" in record.message]
+        assert len(messages) == said and all(
+            "in int2, which no page holds; they are in the model's own" in each for each in messages
         )
 
 
 @pytest.mark.usefixtures("quick")
-def test_what_cannot_be_is_refused_before_any_work(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+def test_invalid_settings_are_refused_before_any_work(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
     arguments = ["--method", "kv-cache", "-o", str(tmp_path / "out")]
     smelt_here("compress", place / "llama", *arguments, "--set", "format=int9").refused(
         "there is no number format 'int9'"

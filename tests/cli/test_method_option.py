@@ -22,7 +22,7 @@ def test_a_method_and_its_parameters(place: Place, smelt_here: Smelt, quick: Non
     assert {scheme["weight"] for scheme in content["quantized"].values()} == {"int3-asym/16@float16"}
 
 
-def test_what_cannot_be_meant(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+def test_invalid_combinations(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
     out = tmp_path / "out"
     compress(smelt_here, place, out).refused("either a recipe (-r FILE) or one method")
     both = ["--method", "rtn", "-r", place / "llama.yaml"]

@@ -1,4 +1,4 @@
-"""`smelt migrate` and `smelt schema` as a user calls them, on recipes that the version before wrote."""
+"""`smelt migrate` and `smelt schema`, on recipes of the previous version."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_another_file_can_be_written(smelt_here: Smelt, tmp_path: Path) -> None:
         ("steps: [{method: rtn}]\nsteps: []", "appears twice"),
     ],
 )
-def test_what_cannot_be_migrated_is_one_sentence(text: str, sentence: str, smelt_here: Smelt, tmp_path: Path) -> None:
+def test_invalid_recipes_raise_one_sentence(text: str, sentence: str, smelt_here: Smelt, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(text)
     smelt_here("migrate", str(tmp_path / "recipe.yaml")).refused(sentence)
     assert (tmp_path / "recipe.yaml").read_text() == text

@@ -1,4 +1,4 @@
-"""A mixture of experts from the command line: looked at, planned, quantised, proven, and its starved expert named."""
+"""A mixture of experts from the command line: inspect, plan, quantize, verify; the unreached expert is named."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_inspect_tells_of_the_experts(mixture: Path, smelt_here: Smelt, tmp_path: Path) -> None:
+def test_inspect_reports_the_experts(mixture: Path, smelt_here: Smelt, tmp_path: Path) -> None:
     done = smelt_here("inspect", str(mixture / "model"), "--tokens", "10", "--json", str(tmp_path / "told.json"))
     assert done.code == 0 and "4 experts of 48 FFN channels, 2 per token" in done.out
-    told = json.loads((tmp_path / "told.json").read_text())
+    report = json.loads((tmp_path / "told.json").read_text())
     attention = 10 * (2 * 64 * 64 + 2 * 32 * 64) + 2 * 64 * 100 / 2
-    assert told["macs"] == 2 * (attention + 10 * 2 * 3 * 64 * 48)
-    assert told["parameters"] == sum(p.numel() for p in load(mixture / "model").parameters())
+    assert report["macs"] == 2 * (attention + 10 * 2 * 3 * 64 * 48)
+    assert report["parameters"] == sum(p.numel() for p in load(mixture / "model").parameters())
 
 
-def test_the_whole_way(mixture: Path, smelt_here: Smelt, tmp_path: Path) -> None:
-    """In a clean process too; the report and the terminal name the expert that nothing reached."""
+def test_compress_end_to_end(mixture: Path, smelt_here: Smelt, tmp_path: Path) -> None:
+    """With a clean process; the report and the terminal name the expert that no token reached."""
     out = tmp_path / "small"
     recipe = ["--recipe", str(mixture / "recipe.yaml")]
     assert smelt_here("plan", str(mixture / "model"), *recipe).code == 0
@@ -58,7 +58,7 @@ def test_the_whole_way(mixture: Path, smelt_here: Smelt, tmp_path: Path) -> None
     assert len(quantized_layers(load(out).network)) == 2 * (4 + 3 * 4)
 
 
-def test_a_cut_mixture_is_told_of(mixture: Path, smelt_here: Smelt, quick: None, tmp_path: Path) -> None:
+def test_a_pruned_mixture_is_reported(mixture: Path, smelt_here: Smelt, quick: None, tmp_path: Path) -> None:
     out = tmp_path / "small"
     (tmp_path / "recipe.yaml").write_text(
         (mixture / "recipe.yaml").read_text().replace("method: gptq, bits: 4, group: 16", MAGNITUDE)

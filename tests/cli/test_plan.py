@@ -1,4 +1,4 @@
-"""`smelt plan`: refuses what cannot fit without loading weights; what it foresees is about what happens."""
+"""`smelt plan`: refuses what cannot fit without loading weights; its estimates are close to a real run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_planning_reads_no_weights(place: Place, smelt_here: Smelt, tmp_path: Pa
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in ("rilq", "rotate", "kv-cache")])
 def test_every_method_can_be_planned(name: str, place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
-    """Apart from those that only go before or after a quantiser, or quantise no weights."""
+    """Except methods that only precede or follow a quantization method, or quantize no weights."""
     removes = "budget" in {field.name for field in dataclasses.fields(METHODS[name])}
     content = llama_recipe(place, method=name)
     if not removes:
@@ -62,10 +62,10 @@ def test_every_method_can_be_planned(name: str, place: Place, smelt_here: Smelt,
 
 
 @pytest.mark.parametrize("method", ["fisher", "wanda-sp"])
-def test_the_peak_of_memory_is_about_what_was_foreseen(
+def test_the_peak_memory_is_close_to_the_estimate(
     method: str, place: Place, smelt_here: Smelt, forked: Forked, tmp_path: Path
 ) -> None:
-    """Of a whole run in a process of its own, as the system tells it."""
+    """Of a complete run in a separate process, as reported by the OS."""
     config = transformers.LlamaConfig(**SIZES, vocab_size=8000, num_key_value_heads=4, max_position_embeddings=256)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     character_tokenizer().save_pretrained(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""The same from Python, in under ten lines."""
+"""The same through the Python API, in under ten lines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_recipe_made_in_python(place: Place, quick: None, tmp_path: Path) -> N
     assert "quality" not in result.record  # nothing was named to measure a classifier on
 
 
-def test_errors_are_of_one_kind(place: Place, tmp_path: Path) -> None:
+def test_errors_share_one_base_class(place: Place, tmp_path: Path) -> None:
     from smelt.errors import SmeltError
 
     with pytest.raises(SmeltError, match="no model at"):

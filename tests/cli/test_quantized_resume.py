@@ -1,4 +1,4 @@
-"""A quantising run that is killed goes on block by block and ends with the same bytes."""
+"""A killed quantization run resumes block by block and ends with the same bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.cli.conftest import Forked, Moment, Place, resume, same_bytes
 
 
-def test_a_killed_quantisation_ends_with_the_same_bytes(place: Place, forked: Forked, tmp_path: Path) -> None:
+def test_a_resumed_quantization_ends_with_the_same_bytes(place: Place, forked: Forked, tmp_path: Path) -> None:
     recipe = place.recipe(
         "gptq.yaml",
         {
@@ -18,9 +18,9 @@ def test_a_killed_quantisation_ends_with_the_same_bytes(place: Place, forked: Fo
     )
     arguments = ["compress", place / "llama", "-r", recipe, "--no-speed", "-o"]
     out = str(tmp_path / "out")
-    whole = forked(*arguments, str(tmp_path / "whole"))
-    assert whole.code == 0, whole
-    for block in ("block-0.safetensors", "block-1.json"):  # before its facts are there, and after
+    uninterrupted = forked(*arguments, str(tmp_path / "whole"))
+    assert uninterrupted.code == 0, uninterrupted
+    for block in ("block-0.safetensors", "block-1.json"):  # before and after its facts are written
         assert forked(*arguments, out, *resume(out), moment=Moment(block)).code == -9
         assert (tmp_path / "out.partial" / "step-0-work" / block).exists()
         assert not (tmp_path / "out").exists()

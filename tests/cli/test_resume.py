@@ -1,4 +1,4 @@
-"""A killed run goes on with --resume and ends with the same bytes; what cannot go on is refused in one sentence."""
+"""A killed run continues with --resume and ends with the same bytes; mismatches are refused in one sentence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def compress(forked: Forked, place: Place, out: Path, *more: str, moment: Moment
 
 @pytest.fixture(scope="session")
 def whole(place: Place, forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The result of a run that nothing happened to."""
+    """The result of an uninterrupted run."""
     out = tmp_path_factory.mktemp("whole") / "out"
     assert compress(forked, place, out).code == 0
     return out
@@ -28,14 +28,14 @@ def whole(place: Place, forked: Forked, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def stopped(place: Place, forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The work folder of a run that was killed when its step was done. For copying."""
+    """The work folder of a run killed after its step, to be copied."""
     out = tmp_path_factory.mktemp("stopped") / "out"
     assert compress(forked, place, out, moment=Moment("step-0.json")).code == KILLED
     return out.with_name("out.partial")
 
 
 def unfinished(stopped: Path, folder: Path) -> Path:
-    """A copy of the killed run; returns where its result would be."""
+    """Copy the killed run; return its output path."""
     shutil.copytree(stopped, folder / "out.partial")
     return folder / "out"
 
@@ -43,7 +43,7 @@ def unfinished(stopped: Path, folder: Path) -> Path:
 def test_a_run_killed_at_every_file_it_writes_ends_with_the_same_bytes(
     place: Place, forked: Forked, whole: Path, tmp_path: Path
 ) -> None:
-    """Each life of the run gets a file or two further and dies while it puts the next in place."""
+    """Each attempt gets a file or two further and is killed at the next rename."""
     out, seen = tmp_path / "out", set()
     for life in range(50):
         done = compress(forked, place, out, *resume(out), moment=Moment(number=2 + life % 2, before=True))
@@ -72,9 +72,7 @@ def test_two_steps_and_a_kill_between_them(place: Place, forked: Forked, tmp_pat
     assert [step["method"] for step in history] == ["fisher", "magnitude"]
 
 
-def test_what_a_killed_process_put_on_disk_to_save_memory_does_not_pile_up(
-    place: Place, forked: Forked, tmp_path: Path
-) -> None:
+def test_spilled_activations_of_killed_runs_do_not_accumulate(place: Place, forked: Forked, tmp_path: Path) -> None:
     recipe = place.recipe("limited.yaml", {**llama_recipe(place), "memory_limit": "1 kB"})
     out = str(tmp_path / "out")
     arguments = ["compress", place / "llama", "-r", recipe, "-o", out, "--no-speed"]
@@ -87,7 +85,7 @@ def test_what_a_killed_process_put_on_disk_to_save_memory_does_not_pile_up(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_resumed_run_does_not_repeat_what_is_done(
+def test_a_resumed_run_does_not_repeat_finished_steps(
     place: Place, forked: Forked, stopped: Path, whole: Path, tmp_path: Path
 ) -> None:
     out = unfinished(stopped, tmp_path)
@@ -97,7 +95,7 @@ def test_a_resumed_run_does_not_repeat_what_is_done(
     assert same_bytes(out, whole)
 
 
-def test_without_resume_an_unfinished_run_is_pointed_out(
+def test_without_resume_an_unfinished_run_is_reported(
     place: Place, smelt_here: Smelt, stopped: Path, tmp_path: Path
 ) -> None:
     out = unfinished(stopped, tmp_path)
@@ -113,7 +111,7 @@ def test_resuming_where_there_is_nothing_to_resume(place: Place, smelt_here: Sme
 
 
 @pytest.mark.parametrize("what", ["recipe", "seed", "model"])
-def test_resuming_something_else_is_refused(
+def test_resuming_another_run_is_refused(
     what: str, place: Place, smelt_here: Smelt, quick: None, stopped: Path, tmp_path: Path
 ) -> None:
     out = unfinished(stopped, tmp_path)
@@ -132,7 +130,7 @@ def test_resuming_something_else_is_refused(
 def test_resuming_with_other_data_in_the_same_file_is_refused(
     place: Place, forked: Forked, smelt_here: Smelt, tmp_path: Path
 ) -> None:
-    """The pieces on disk were made from the old text: a result from both would be neither's."""
+    """The checkpoint comes from the old text: mixing both would give a wrong result."""
     (tmp_path / "text.txt").write_text(Path(place / "text.txt").read_text())
     arguments = ["compress", place / "llama", "-r", place / "llama.yaml", "-o", str(tmp_path / "out")]
     arguments += ["--data", str(tmp_path / "text.txt")]
@@ -159,9 +157,7 @@ def test_a_damaged_file_of_the_unfinished_run_is_named(
     assert smelt_here(*arguments).code == 0
 
 
-def test_a_folder_of_someone_else_in_the_place_of_the_work_is_left_alone(
-    place: Place, smelt_here: Smelt, tmp_path: Path
-) -> None:
+def test_an_unrelated_folder_at_the_work_path_is_not_touched(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "precious.txt").write_text("mine")
     done = smelt_here("compress", place / "llama", "-r", place / "llama.yaml", "-o", str(tmp_path / "out"), "--resume")

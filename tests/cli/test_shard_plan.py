@@ -1,4 +1,4 @@
-"""`smelt shard-plan`: a real model under torchrun, and one sentence where there are no workers; the page by itself."""
+"""`smelt shard-plan`: a real model under torchrun, one sentence without ranks, and the page itself."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def test_under_torchrun_it_plans_shards_and_measures(tmp_path: Path) -> None:
     call = [*start, "-m", "smelt.cli.main", "shard-plan", str(written(tmp_path)), *options]
     done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("tiny on 2 ranks: predicted / measured") == 1  # only the first worker speaks
-    found = json.loads((tmp_path / "plan.json").read_text())
-    assert [name for unit in found["units"] for name in unit["layers"]] == [
+    assert done.stdout.count("tiny on 2 ranks: predicted / measured") == 1  # only rank 0 prints
+    report = json.loads((tmp_path / "plan.json").read_text())
+    assert [name for unit in report["units"] for name in unit["layers"]] == [
         *(f"model.layers.{number}" for number in range(3)),
         "model.norm",
     ]
-    assert found["root"]["bytes"] > 0 and found["cluster"]["state_factor"] == 2.0  # tied; plain SGD keeps no state
-    assert found["predicted"]["peak_memory"] <= found["memory"] == 2e6 and found["measured"]["peak_memory"] is None
+    assert report["root"]["bytes"] > 0 and report["cluster"]["state_factor"] == 2.0  # tied; plain SGD keeps no state
+    assert report["predicted"]["peak_memory"] <= report["memory"] == 2e6 and report["measured"]["peak_memory"] is None
     for which in ("predicted", "measured"):
-        kinds = [kind for kind, *_ in found[which]["events"]]
-        assert kinds.count("reduce-scatter") == len(found["units"]) + 1 and found[which]["exposed_seconds"] > 0
+        event_kinds = [event_kind for event_kind, *_ in report[which]["events"]]
+        assert event_kinds.count("reduce-scatter") == len(report["units"]) + 1 and report[which]["exposed_seconds"] > 0
     page = (tmp_path / "plan.html").read_text()
-    assert page.count("<rect") == sum(len(found[which]["events"]) for which in ("predicted", "measured"))
+    assert page.count("<rect") == sum(len(report[which]["events"]) for which in ("predicted", "measured"))
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,7 @@ def test_under_torchrun_it_plans_shards_and_measures(tmp_path: Path) -> None:
         (["--seed", "-1"], "seed"),
     ],
 )
-def test_what_cannot_be_planned_is_one_sentence(
-    options: list[str], words: str, tmp_path: Path, smelt_here: Smelt
-) -> None:
+def test_invalid_setups_raise_one_sentence(options: list[str], words: str, tmp_path: Path, smelt_here: Smelt) -> None:
     smelt_here("shard-plan", str(written(tmp_path)), *options).refused(words)
 
 
@@ -86,7 +84,7 @@ def plan_of(name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_the_page_adds_up_and_no_name_becomes_markup() -> None:
+def test_the_page_adds_up_and_names_are_escaped() -> None:
     plan = plan_of("<b>bold</b>")
     assert unit_rows(plan) == [["all", "1 kB", "resharded", "1000.000 / 1500.000", *["1000.000 / 1000.000"] * 3]]
     assert step_rows(plan)[2] == ["peak memory per rank", "3 MB", "not measured"]
