@@ -111,7 +111,7 @@ def test_integer_inputs(name: str, inputs: str) -> None:
 
 
 @compiled
-def test_inputs_quantized_by_the_caller() -> None:
+def test_input_formats_the_kernel_cannot_quantize() -> None:
     for inputs in (
         ActivationQuant(get_format("int8-asym")),
         ActivationQuant(get_format("mxfp8-e4m3")),

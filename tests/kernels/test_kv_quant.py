@@ -64,8 +64,13 @@ def test_the_hadamard_transform_keeps_products_and_spreads_outliers() -> None:
     assert torch.allclose(rows.unrotate(rows.rotate(keys)), keys, atol=1e-4)
     plain = KVQuantFormat(INT4, 64)
     errors = [
-        float((tensor.rotate(queries) @ tensor.dequantize(tensor.quantize(tensor.rotate(keys))).T - expected).norm())
-        for tensor in (rows, plain)
+        float(
+            (
+                kv_format.rotate(queries) @ kv_format.dequantize(kv_format.quantize(kv_format.rotate(keys))).T
+                - expected
+            ).norm()
+        )
+        for kv_format in (rows, plain)
     ]
     assert errors[0] < 0.6 * errors[1]
 

@@ -293,8 +293,8 @@ def test_the_command_without_ray_or_with_a_wrong_number(tmp_path: Any) -> None:
 
 def test_ray_is_imported_lazily_and_in_few_files() -> None:
     source = Path(smelt.__file__).parent
-    expected = re.compile(r"^ *(?:import|from) ray\b", re.MULTILINE)
-    actual = {file for file in source.rglob("*.py") if expected.search(file.read_text(encoding="utf-8"))}
+    ray_import = re.compile(r"^ *(?:import|from) ray\b", re.MULTILINE)
+    importers = {file for file in source.rglob("*.py") if ray_import.search(file.read_text(encoding="utf-8"))}
     names = ("ray_start.py", "serve/cluster/ray_serve.py", "serve/cluster/replica.py", "train/on_ray.py")
-    assert actual == {source / name for name in names}
-    assert not any(re.search(r"^(?:import|from) ray\b", file.read_text(encoding="utf-8"), re.M) for file in actual)
+    assert importers == {source / name for name in names}
+    assert not any(re.search(r"^(?:import|from) ray\b", file.read_text(encoding="utf-8"), re.M) for file in importers)

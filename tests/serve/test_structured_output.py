@@ -33,16 +33,16 @@ class Colours(BaseModel):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_schema(client: openai.OpenAI, stream: bool) -> None:
-    expected: Any = {"type": "json_schema", "json_schema": {"name": "colours", "schema": SCHEMA, "strict": True}}
+    response_format: Any = {"type": "json_schema", "json_schema": {"name": "colours", "schema": SCHEMA, "strict": True}}
     if stream:
-        chunks = client.chat.completions.create(**ASKED, response_format=expected, max_tokens=200, stream=True)
+        chunks = client.chat.completions.create(**ASKED, response_format=response_format, max_tokens=200, stream=True)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     else:
-        answer = client.chat.completions.create(**ASKED, response_format=expected, max_tokens=200)
+        answer = client.chat.completions.create(**ASKED, response_format=response_format, max_tokens=200)
         assert answer.choices[0].finish_reason == "stop"
         text = answer.choices[0].message.content or ""
-    actual = json.loads(text)
-    assert actual["colour"] in ("red", "blue") and 1 <= actual["count"] <= 9 and len(actual) == 2
+    parsed = json.loads(text)
+    assert parsed["colour"] in ("red", "blue") and 1 <= parsed["count"] <= 9 and len(parsed) == 2
 
 
 def test_the_client_parses_into_a_class(client: openai.OpenAI) -> None:

@@ -227,8 +227,8 @@ def test_novelty_is_the_negative_log_probability() -> None:
 
     def head(states: Tensor) -> Tensor:
         rows.append(len(states))
-        actual: Tensor = network.lm_head(states)
-        return actual
+        logits: Tensor = network.lm_head(states)
+        return logits
 
     assert torch.allclose(token_novelty(states[:-1], ids[1:], head), expected, atol=1e-5)  # type: ignore[arg-type]
     assert max(rows) <= 64 and sum(rows) == 99

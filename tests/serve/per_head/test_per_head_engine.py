@@ -139,8 +139,8 @@ def logprobs(engine: Engine, text: list[int], sampling: SamplingParams) -> torch
 
 def test_pages_match_the_budgets() -> None:
     """Page for page: the blocks of a request, and the ideal of its heads."""
-    expected = retention([0.5, 0.25, 0.1])
-    engine = Engine(model_of("llama"), kv_profile=expected, max_num_batched_tokens=32, **SMALL)
+    profile = retention([0.5, 0.25, 0.1])
+    engine = Engine(model_of("llama"), kv_profile=profile, max_num_batched_tokens=32, **SMALL)
     text = words(103, seed=1)
     request = engine.submit(text, GREEDY)[0]
     engine.step()
@@ -154,20 +154,20 @@ def test_a_prompt_in_one_chunk_matches_the_masked_reference(name: str) -> None:
     """The masked network, which frees nothing, gives the same logits."""
     scorer = make_scorer(name, sink=2, window=8)
     shares = [0.6, 0.3, 0.1]
-    expected = retention(shares, size=2, seed=1, scorer=scorer)
+    profile = retention(shares, size=2, seed=1, scorer=scorer)
     model = model_of("llama")
     text = words(100, seed=5)
     *prompt, last = text
     prefill = record_prefill(model, torch.tensor([prompt]))
-    counts = RequestRetention.empty(expected, len(prompt)).lengths(len(prompt))
-    head_counts = torch.from_numpy(counts)[expected.clusters.cluster]  # [layers, kv_heads]
+    counts = RequestRetention.empty(profile, len(prompt)).lengths(len(prompt))
+    head_counts = torch.from_numpy(counts)[profile.clusters.cluster]  # [layers, kv_heads]
     assert head_counts.min() < head_counts.max() < len(prompt), "nothing would be compressed, or all alike"
     scores = torch.stack([scorer.scores(inputs) for inputs in prefill.layers])
     reference = decode_logits(model, prefill, retained_mask(scores, head_counts[:, None]), torch.tensor([[last]]))[
         0, -1
     ]
     params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, logprobs=20)
-    actual_logprobs = logprobs(Engine(model, kv_profile=expected, max_num_batched_tokens=256, **SMALL), text, params)
+    actual_logprobs = logprobs(Engine(model, kv_profile=profile, max_num_batched_tokens=256, **SMALL), text, params)
     torch.testing.assert_close(
         actual_logprobs[0], reference.log_softmax(-1).topk(20).values.sort().values, atol=2e-5, rtol=0
     )
@@ -176,13 +176,13 @@ def test_a_prompt_in_one_chunk_matches_the_masked_reference(name: str) -> None:
 def test_a_prompt_in_two_chunks_matches_the_masked_reference() -> None:
     """The second chunk sees what is left of the first, and scores the first one's window with its own tokens."""
     scorer = make_scorer("snapkv", sink=2, window=8)
-    expected, model = retention([0.6, 0.3, 0.1], seed=1, scorer=scorer), model_of("llama")
+    profile, model = retention([0.6, 0.3, 0.1], seed=1, scorer=scorer), model_of("llama")
     *prompt, last = words(101, seed=6)
-    kept_ = RequestRetention.empty(expected, 100)
+    kept_ = RequestRetention.empty(profile, 100)
     half = kept_.next_chunk(0, 60)
     first = record_prefill(model, torch.tensor([prompt[:half]]))
     scores = torch.stack([scorer.scores(seen) for seen in first.layers])
-    head_counts = torch.from_numpy(kept_.lengths(half))[expected.clusters.cluster][:, None]
+    head_counts = torch.from_numpy(kept_.lengths(half))[profile.clusters.cluster][:, None]
     mask = retained_mask(scores, head_counts)  # [layers, 1, kv_heads, half]
     recorded: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
     cache = first.cache()
@@ -190,7 +190,7 @@ def test_a_prompt_in_two_chunks_matches_the_masked_reference() -> None:
         model.network(torch.tensor([prompt[half:]]), past_key_values=cache)
     region = 100 - half + 8
     later = make_scorer("snapkv", sink=0, window=8)
-    ends = torch.from_numpy(kept_.lengths(100))[expected.clusters.cluster][:, None]
+    ends = torch.from_numpy(kept_.lengths(100))[profile.clusters.cluster][:, None]
     mask_of_both = torch.zeros(LAYERS, 1, HEADS, 100, dtype=torch.bool)
     mask_of_both[..., : half - 8] = mask[..., : half - 8]
     for layer, (queries, keys, values) in recorded.items():
@@ -204,7 +204,7 @@ def test_a_prompt_in_two_chunks_matches_the_masked_reference() -> None:
     )  # fmt: skip
     reference = decode_logits(model, after, mask_of_both, torch.tensor([[last]]))[0, -1].log_softmax(-1)
     params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, logprobs=20)
-    actual = logprobs(Engine(model, kv_profile=expected, max_num_batched_tokens=60, **SMALL), [*prompt, last], params)
+    actual = logprobs(Engine(model, kv_profile=profile, max_num_batched_tokens=60, **SMALL), [*prompt, last], params)
     torch.testing.assert_close(actual[0], reference.topk(20).values.sort().values, atol=2e-5, rtol=0)
 
 
@@ -366,9 +366,9 @@ def test_nothing_leaks_over_500_conversations() -> None:
 
 
 def test_chunks_have_about_equal_length_and_their_budgets_add_up() -> None:
-    expected = retention([0.5, 0.2, 0.0])
+    profile = retention([0.5, 0.2, 0.0])
     for tokens in range(1, 200):
-        kept_ = RequestRetention.empty(expected, tokens)
+        kept_ = RequestRetention.empty(profile, tokens)
         done, sizes = 0, []
         while done < tokens:
             sizes.append(kept_.next_chunk(done, 24))
@@ -384,8 +384,8 @@ def test_chunks_have_about_equal_length_and_their_budgets_add_up() -> None:
 
 
 def test_moved_tokens_have_distinct_slots() -> None:
-    expected = retention([0.5, 0.2, 0.0])
-    engine = Engine(model_of("llama"), kv_profile=expected, max_num_batched_tokens=24, **SMALL)
+    profile = retention([0.5, 0.2, 0.0])
+    engine = Engine(model_of("llama"), kv_profile=profile, max_num_batched_tokens=24, **SMALL)
     moves = []
 
     def watched(judge: Any, step: PerHeadBatch, layer: int, *rest: Any) -> None:
