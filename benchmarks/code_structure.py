@@ -1,9 +1,9 @@
-"""Count what a reader of the source meets: files, lines, import cycles, repeated class names, fragments, vocabulary.
+"""Count files, lines, import cycles, repeated class names, fragments and vocabulary of the source.
 
     python benchmarks/code_structure.py                                   # the source beside this script
     python benchmarks/code_structure.py --before OLD/src --name result    # old and new side by side, as a results page
 
-Everything is read with `ast`; nothing of the package is imported, so any revision can be counted.
+Everything is parsed with `ast` and nothing is imported, so any revision can be counted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Source:
 
     @cached_property
     def imports(self) -> dict[str, set[str]]:
-        """Every module of the package that each module imports, function-local imports included."""
+        """Return the package modules that each module imports, function-local imports included."""
         return {name: {target for target in self._targets(tree) if target != name} for name, tree in self.trees.items()}
 
     def _targets(self, tree: ast.Module) -> Iterator[str]:
@@ -52,7 +52,7 @@ class Source:
                 yield from (name if name in self.trees else str(node.module) for name in names)
 
     def cycles(self) -> list[list[str]]:
-        """Strongly connected components with more than one module (Tarjan)."""
+        """Return strongly connected components with more than one module (Tarjan)."""
         index: dict[str, int] = {}
         low: dict[str, int] = {}
         stack: list[str] = []
@@ -80,7 +80,7 @@ class Source:
         return components
 
     def repeated_classes(self) -> dict[str, list[str]]:
-        """Public top-level classes whose name more than one module defines."""
+        """Return public top-level class names that more than one module defines."""
         places: dict[str, list[str]] = {}
         for name, tree in self.trees.items():
             for node in tree.body:
@@ -89,7 +89,7 @@ class Source:
         return {name: modules for name, modules in sorted(places.items()) if len(modules) > 1}
 
     def single_importer(self) -> list[str]:
-        """Modules that exactly one other module imports and that register nothing; packages and commands left out."""
+        """Return modules with exactly one importer that register nothing; packages and commands excluded."""
         importers: Counter[str] = Counter(target for targets in self.imports.values() for target in targets)
         packages = {name.rpartition(".")[0] for name in self.trees}
         return [
@@ -102,12 +102,12 @@ class Source:
         ]
 
     def phrase(self, words: str) -> int:
-        """How often a phrase stands in the source, across line breaks and in any case."""
+        """Return how often a phrase occurs in the source, across line breaks and case-insensitively."""
         pattern = re.compile(r"\s+".join(map(re.escape, words.split())), re.I)
         return sum(len(pattern.findall(text)) for text in self.texts.values())
 
     def local_names(self) -> Counter[str]:
-        """How many functions assign each local variable name (parameters, `_` and tuple targets included once each)."""
+        """Return how many functions assign each local name (parameters, `_` and tuple targets once each)."""
         counts: Counter[str] = Counter()
         for tree in self.trees.values():
             for node in ast.walk(tree):
@@ -122,7 +122,7 @@ class Source:
         return counts
 
     def rows(self) -> list[tuple[str, str]]:
-        """The counts as labels and values."""
+        """Return the counts as labels and values."""
         names = ", ".join(f"`{name}` {count}" for name, count in self.local_names().most_common(20))
         repeated = self.repeated_classes()
         return [

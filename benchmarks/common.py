@@ -1,4 +1,4 @@
-"""What the benchmarks share: where the real data lies, the models they start from, and how results are written."""
+"""Shared by the benchmarks: the folder of real data, base models, timing, and results files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def shared() -> Path:
-    """The folder with real data and weights: SMELT_SHARED, or `shared` beside the checkout."""
+    """Return the folder with real data and weights: SMELT_SHARED, or `shared` next to the checkout."""
     folder = Path(os.environ.get("SMELT_SHARED", Path(__file__).resolve().parents[2] / "shared"))
     if not (folder / "data").is_dir():
         raise SystemExit("the real data is not here; set SMELT_SHARED to its folder")
@@ -32,7 +32,7 @@ def shared() -> Path:
 
 
 def minilm_sst2(device: str = "cpu") -> Model:
-    """The bundled MiniLM with the encoder and head that were fine-tuned on SST-2."""
+    """Return the bundled MiniLM with the encoder and head fine-tuned on SST-2."""
     base = load("minilm-l6")
     config = BertConfig.from_pretrained(resolve("minilm-l6"), num_labels=2)
     network = BertForSequenceClassification(config).eval()
@@ -43,7 +43,7 @@ def minilm_sst2(device: str = "cpu") -> Model:
 
 
 def copy_bandwidth() -> float:
-    """Of the GPU: bytes read and written a second by a copy of 4 GiB."""
+    """Return the GPU's bytes read and written per second by a copy of 4 GiB."""
     source = torch.empty(2**30, device="cuda").normal_()
     target = torch.empty_like(source)
     times = []
@@ -58,7 +58,7 @@ def copy_bandwidth() -> float:
 
 
 def graph_seconds(calls: Sequence[Callable[[], Any]], repeats: int = 20) -> float:
-    """The median time of one call among those that a captured graph of the GPU holds."""
+    """Return the median time per call in a captured CUDA graph."""
     calls[0]()
     calls[-1]()
     torch.cuda.synchronize()
@@ -80,20 +80,20 @@ def graph_seconds(calls: Sequence[Callable[[], Any]], repeats: int = 20) -> floa
 
 @contextmanager
 def compiling() -> Iterator[list[str]]:
-    """Kernels that Triton compiles, or reads from its files, meanwhile."""
+    """Record the kernels that Triton compiles, or loads from its cache, inside the context."""
     from triton import knobs
 
-    found: list[str] = []
+    results: list[str] = []
     before = knobs.runtime.jit_post_compile_hook
-    knobs.runtime.jit_post_compile_hook = lambda **told: found.append(str(told["repr"]))
+    knobs.runtime.jit_post_compile_hook = lambda **told: results.append(str(told["repr"]))
     try:
-        yield found
+        yield results
     finally:
         knobs.runtime.jit_post_compile_hook = before
 
 
 class KeptGradients(Checkpoint):
-    """Keeps mask gradients in memory, which depend on data and seed alone, so that many settings share one pass."""
+    """Keeps mask gradients in memory: they depend on data and seed alone, so many settings share one pass."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -108,7 +108,7 @@ class KeptGradients(Checkpoint):
 
 
 def write(name: str, rows: list[dict[str, Any]], text: str, where: dict[str, Any] | None = None) -> None:
-    """The results as JSON and as a table, with the machine and versions they came from: this one, unless told."""
+    """Write the results as JSON and as a table, with the machine and versions (default: this machine)."""
     RESULTS.mkdir(exist_ok=True)
     where = where or machine()
     (RESULTS / f"{name}.json").write_text(json.dumps({"machine": where, "rows": rows}, indent=1) + "\n")
@@ -118,15 +118,15 @@ def write(name: str, rows: list[dict[str, Any]], text: str, where: dict[str, Any
 
 
 def kept_rows(name: str, resume: bool) -> list[dict[str, Any]]:
-    """The rows of an earlier run that was cut off, to go on from; none without `resume`."""
+    """Return the rows of an interrupted run to continue from; none without `resume`."""
     file = RESULTS / f"{name}.json"
     return json.loads(file.read_text())["rows"] if resume and file.exists() else []
 
 
 def kept_machine(name: str) -> dict[str, Any]:
-    """Where the rows of an earlier run came from."""
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())["machine"]
-    return found
+    """Return the machine of an earlier run's rows."""
+    report: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())["machine"]
+    return report
 
 
 def table(headings: list[str], rows: list[list[str]]) -> str:

@@ -1,12 +1,12 @@
-"""Decoding with few bits on the CPU: SmolLM2-135M in float32, bfloat16, 8 and 4 bits, and the products on their own.
+"""Quantized decoding on CPU: SmolLM2-135M in float32, bfloat16, 8 and 4 bits, and single matrix products.
 
     GOMP_SPINCOUNT=2000 python benchmarks/cpu_decode.py
 
-On a machine that has other work, threads that wait for each other must not do so busily, hence the variable.
+The variable limits busy-waiting of threads, which hurts on a machine with other load.
 
-The same transformers forward with its cache for all. Candidates are timed in turns, so that what else the machine does
-falls on all alike; figures are medians over the rounds. The quantised models compute in bfloat16, and every layer is
-asked whether it took the compiled path. The head stays in bfloat16.
+All use the same transformers forward with its KV cache. Candidates alternate, so that other load on the machine affects
+all equally; figures are medians over the rounds. The quantized models compute in bfloat16, and every layer is checked
+to use the compiled kernel. The head stays in bfloat16.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from smelt.models.model import Model
 from smelt.models.quantized import QuantizationScheme, QuantizedLinear, quantized_layers
 from smelt.numerics.catalog import get_format
 
-GROUP = 64  # 576 inputs are no multiple of 128
+GROUP = 64  # 576 inputs are not a multiple of 128
 SHAPES = ((576, 576), (192, 576), (1536, 576), (576, 1536), (2048, 2048), (8192, 2048))
 TOKENS = (1, 4, 16, 128)
-ROTATED = 64 * 2**20  # bytes of matrices that are used in turns, more than the cores' own caches hold
+ROTATED = 64 * 2**20  # bytes of matrices to rotate over, more than the per-core caches
 READINGS = 40
 NAMES = ("float32", "bfloat16", "int8", "int4")
 CLOCK = stopwatch("cpu")
@@ -57,7 +57,7 @@ def main() -> None:
     for name in ("int8", "int4"):
         taken = {layer.path for layer in quantized_layers(models[name].network).values()}
         assert taken == {"cpu-float"}, taken
-    products = [found for shape in SHAPES for found in _products(*shape)]
+    products = [result for shape in SHAPES for result in _products(*shape)]
     overhead = _overhead()
     loads = f"{load_before:.1f} before, {os.getloadavg()[0]:.1f} after"
     if spins := os.environ.get("GOMP_SPINCOUNT"):
@@ -78,28 +78,28 @@ def _model(name: str) -> Model:
 
 
 def _steps(models: dict[str, Model], batch: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds a decoded token of each model, the models in turns."""
-    found: dict[str, list[float]] = {name: [] for name in models}
+    """Return milliseconds per decoded token of each model, alternating between models."""
+    result: dict[str, list[float]] = {name: [] for name in models}
     for turn in range(rounds):
         print(f"decode, batch {batch}, round {turn + 1}", file=sys.stderr)
         for name, model in models.items():
-            found[name].append(decode_latency(model, prompt=128, tokens=16, batch=batch).median_ms)
+            result[name].append(decode_latency(model, prompt=128, tokens=16, batch=batch).median_ms)
     ratios = {
-        name: statistics.median(b / n for b, n in zip(found["bfloat16"], found[name], strict=True)) for name in found
+        name: statistics.median(b / n for b, n in zip(result["bfloat16"], result[name], strict=True)) for name in result
     }
-    return {"batch": batch, "ms": {name: statistics.median(times) for name, times in found.items()}, "ratio": ratios}
+    return {"batch": batch, "ms": {name: statistics.median(times) for name, times in result.items()}, "ratio": ratios}
 
 
 def _prefills(models: dict[str, Model], rounds: int) -> dict[str, float]:
-    found: dict[str, list[float]] = {name: [] for name in models}
+    result: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(rounds):
         for name, model in models.items():
-            found[name].append(latency(model, batch=1, length=128, warmup=1, repeats=3).median_ms)
-    return {name: statistics.median(times) for name, times in found.items()}
+            result[name].append(latency(model, batch=1, length=128, warmup=1, repeats=3).median_ms)
+    return {name: statistics.median(times) for name, times in result.items()}
 
 
 def _parts(model: Model) -> dict[str, float]:
-    """Milliseconds of all the blocks' linear layers one after the other, and of the head, for one token."""
+    """Return milliseconds of all blocks' linear layers in sequence, and of the head, for one token."""
     layers: list[nn.Module] = []
     for part in model.network.model.layers.modules():
         if hasattr(part, "in_features"):
@@ -119,7 +119,7 @@ def _parts(model: Model) -> dict[str, float]:
 
 
 def _products(rows: int, columns: int) -> list[dict[str, Any]]:
-    """Microseconds of one product, the matrices in turns so that no cache of a core holds them."""
+    """Return microseconds of one product, rotating over matrices so that no per-core cache helps."""
     print(f"products {rows} x {columns}", file=sys.stderr)
     weight = torch.randn(rows, columns) * 0.05
     sets: dict[str, list[Product]] = {}
@@ -134,7 +134,7 @@ def _products(rows: int, columns: int) -> list[dict[str, Any]]:
 
 
 def _timed(rows: int, columns: int, tokens: int, sets: dict[str, list[Product]]) -> dict[str, Any]:
-    """The better half of the readings: the rest is what else the machine does."""
+    """Return medians of the faster half of the readings: the rest is other load on the machine."""
     x = torch.randn(tokens, columns, dtype=torch.bfloat16)
     times: dict[str, list[float]] = {name: [] for name in sets}
     with torch.inference_mode():
@@ -143,8 +143,8 @@ def _timed(rows: int, columns: int, tokens: int, sets: dict[str, list[Product]])
                 product, given = products[turn % len(products)], x.float() if name == "float32" else x
                 seconds = CLOCK(lambda product=product, given=given: product(given))
                 times[name].append(seconds)
-    found = {name: 1e6 * statistics.median(sorted(readings[2:])[: READINGS // 2]) for name, readings in times.items()}
-    return {"rows": rows, "columns": columns, "tokens": tokens, "us": found}
+    result = {name: 1e6 * statistics.median(sorted(readings[2:])[: READINGS // 2]) for name, readings in times.items()}
+    return {"rows": rows, "columns": columns, "tokens": tokens, "us": result}
 
 
 def _copies(size: int) -> int:
@@ -154,18 +154,18 @@ def _copies(size: int) -> int:
 def _packed_products(name: str, weight: Tensor, inputs: ActivationQuant | None) -> list[Product]:
     number_format = get_format(name)
     tensors = number_format.quantize(weight).pack()
-    made: list[Product] = []
+    products: list[Product] = []
     for _ in range(_copies(tensors["codes"].numel())):
         packed = PackedMatrix(number_format, *weight.shape, {key: tensor.clone() for key, tensor in tensors.items()})
         kernel = select_kernel(packed, inputs, torch.bfloat16)
         assert kernel.name.startswith("cpu-"), kernel.name
         prepared = kernel.prepare(packed, inputs)
-        made.append(lambda x, k=kernel, p=packed, r=prepared: k.run(x, p, inputs, None, r))
-    return made
+        products.append(lambda x, k=kernel, p=packed, r=prepared: k.run(x, p, inputs, None, r))
+    return products
 
 
 def _overhead() -> dict[str, float]:
-    """Microseconds of a call with next to nothing to compute: what Python and PyTorch take."""
+    """Return microseconds of a call with almost nothing to compute: the Python and PyTorch overhead."""
     model = nn.Linear(32, 32, bias=False)
     number_format = get_format("int4/32@float16")
     quantized = QuantizedLinear.from_quantized(
@@ -197,11 +197,11 @@ def _text(
         decode.append([*row, f"{prefills[name]:.0f} ms"])
     shares = []
     for name in NAMES:
-        whole, layers, head = steps[0]["ms"][name], parts[name]["layers"], parts[name]["head"]
-        shares.append([name, *(f"{value:.1f}" for value in (whole, layers, head, whole - layers - head))])
-    kinds = list(products[0]["us"])
-    each = [
-        [f"{p['rows']} x {p['columns']}", str(p["tokens"]), *(f"{p['us'][kind]:.0f}" for kind in kinds)]
+        total, layers, head = steps[0]["ms"][name], parts[name]["layers"], parts[name]["head"]
+        shares.append([name, *(f"{value:.1f}" for value in (total, layers, head, total - layers - head))])
+    variants = list(products[0]["us"])
+    product_rows = [
+        [f"{p['rows']} x {p['columns']}", str(p["tokens"]), *(f"{p['us'][variant]:.0f}" for variant in variants)]
         for p in products
     ]
     return "\n\n".join(
@@ -216,7 +216,7 @@ def _text(
             table(["weights", "step", "layers", "head", "rest"], shares),
             "One product in microseconds (the better half of 40, matrices in turns; few-bit columns with inputs in "
             "bfloat16; `x int8` rounds them to int8):",
-            table(["rows x columns", "tokens", *kinds], each),
+            table(["rows x columns", "tokens", *variants], product_rows),
             "A call with nothing to compute, in microseconds: "
             + ", ".join(f"{name} {value:.1f}" for name, value in overhead.items())
             + ".",
@@ -225,7 +225,7 @@ def _text(
 
 
 def _verdict(steps: list[dict[str, Any]], parts: dict[str, Any]) -> str:
-    """Whether 1.5 times bfloat16 is reached, and if not, what would have to change."""
+    """Report whether 1.5 times bfloat16 is reached, and if not, what would have to change."""
     words = []
     for name in ("int8", "int4"):
         for step in steps:

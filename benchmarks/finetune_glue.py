@@ -1,9 +1,9 @@
-"""Fine-tunes the bundled MiniLM on a GLUE task, so that there is a classifier to compress, and saves it.
+"""Fine-tune the bundled MiniLM on a GLUE task and save it as a classifier to compress.
 
     python benchmarks/finetune_glue.py --task rte --out minilm-rte
 
-AdamW at 1e-4 with weight decay 0.01, batches of 128, linear decay after 6 % of warm-up, at most 128 tokens, bfloat16
-autocast on a GPU. The embeddings stay as they are, as in the SST-2 weights of the other benchmark.
+AdamW at 1e-4 with weight decay 0.01, batches of 128, linear decay after 6% of warmup, at most 128 tokens, bfloat16
+autocast on a GPU. The embeddings are frozen, as in the SST-2 weights of the other benchmark.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BATCH, LENGTH = 128, 128
 
 @dataclass(frozen=True)
 class Task:
-    """How many outputs the head has (1 for a number), and the metric GLUE reports."""
+    """Number of outputs of the head (1 for regression), and the metric GLUE reports."""
 
     outputs: int
     metric: str
@@ -59,9 +59,9 @@ def main() -> None:
     model = _with_head(task.outputs, options.device)
     _fine_tune(model, train, options.epochs, options.seed)
     quality = evaluate_task(model, dev, metric=task.metric, max_length=LENGTH)
-    made = {"task": options.task, "rows": len(train), "epochs": options.epochs, "seed": options.seed}
+    metadata = {"task": options.task, "rows": len(train), "epochs": options.epochs, "seed": options.seed}
     with atomic_folder(options.out) as folder:
-        save_artifact(model, folder, {"fine_tuned": made, "quality": quality.to_json()})
+        save_artifact(model, folder, {"fine_tuned": metadata, "quality": quality.to_json()})
     print(f"{quality.metric} on {quality.data}: {quality.value:.4f} ({len(dev)} rows), saved to {options.out}")
 
 
@@ -77,13 +77,13 @@ def _options() -> argparse.Namespace:
 
 
 def _rows(task: str, split: str) -> LabeledData:
-    """A split under a name that does not depend on where the files lie."""
+    """Load a split under a name that does not depend on the folder."""
     data = load_labeled(shared() / "data/glue" / task / f"{split}.jsonl.gz")
     return replace(data, name=f"glue {task} {split}")
 
 
 def _with_head(outputs: int, device: str) -> Model:
-    """The bundled encoder under a fresh classification head."""
+    """Return the bundled encoder with a new classification head."""
     base = load("minilm-l6")
     config = BertConfig.from_pretrained(resolve("minilm-l6"), num_labels=outputs)
     network = BertForSequenceClassification(config)
@@ -111,7 +111,7 @@ def _fine_tune(model: Model, train: LabeledData, epochs: int, seed: int) -> None
 
 
 def _batches(model: Model, train: LabeledData, epochs: int, seed: int) -> Iterator[Batch]:
-    """All rows once an epoch, each time in another order."""
+    """Yield all rows once per epoch, reshuffled each time."""
     for epoch in range(epochs):
         yield from labeled_batches(
             train, model.tokenizer, samples=None, max_length=LENGTH, batch_size=BATCH, seed=epochs * seed + epoch

@@ -1,4 +1,4 @@
-"""How long pruning takes on a GPU: a BERT-base-shaped encoder (random weights), 2,048 samples of 128 tokens.
+"""Pruning time on a GPU: a BERT-base-shaped encoder (random weights), 2,048 samples of 128 tokens.
 
     python benchmarks/gpu_bert.py
 
@@ -62,15 +62,15 @@ def _batch(seed: int) -> dict[str, torch.Tensor]:
 
 def _timing(pruned: Model, base: torch.nn.Module, batch: int, dtype: torch.dtype) -> dict[str, Any]:
     new, old = Model(copy.deepcopy(pruned.network).to(dtype)), Model(copy.deepcopy(base).to(dtype))
-    found = compare_latency(new, old, batch=batch, length=LENGTH, repeats=50, warmup=10)
+    result = compare_latency(new, old, batch=batch, length=LENGTH, repeats=50, warmup=10)
     return {
         "batch": batch,
         "dtype": str(dtype).removeprefix("torch."),
-        "dense_ms": found.base.median_ms,
-        "pruned_ms": found.new.median_ms,
-        "ratio": found.ratio,
-        "ratio_low": found.ratio_low,
-        "ratio_high": found.ratio_high,
+        "dense_ms": result.base.median_ms,
+        "pruned_ms": result.new.median_ms,
+        "ratio": result.ratio,
+        "ratio_low": result.ratio_low,
+        "ratio_high": result.ratio_high,
     }
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_gptq.py [--layers 32] [--offload]
 
-Weights are random, so this says nothing of quality. With --offload the network stays in host memory and blocks come to
-the GPU one at a time, as for a network that is larger than its memory.
+Weights are random, so this says nothing about quality. With --offload the network stays in host memory and blocks move
+to the GPU one at a time, as for a network larger than GPU memory.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How fast products with packed matrices are on a GPU, against bfloat16 and PyTorch's own kernels in the same run.
+"""Speed of packed matrix products on a GPU, against bfloat16 and PyTorch's own kernels in the same run.
 
     PYTHONPATH=src python benchmarks/gpu_kernels.py
 
-Every time is the median of replays of a captured graph, divided by the calls in it; each call has its own copy of the
-matrix and of x, together far more than the cache holds. Bytes are those of codes, scales, x and y; their share is of
-the bandwidth of a large copy (bytes read and written), measured first. Random data, never zeros.
+Every time is the median of replays of a CUDA graph, divided by the calls in it; each call has its own copy of the
+matrix and of x, together far larger than the cache. Bytes count codes, scales, x and y; bandwidth is relative to a
+large copy (bytes read and written), measured first. Random data, never zeros.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from smelt.kernels.gpu.matrix import Matrix, describe
 from smelt.kernels.linear import ActivationQuant, PackedMatrix, select_kernel
 from smelt.numerics import QuantizedTensor, get_format
 
-SEED, REPEATS, AT_LEAST = 0, 20, 600e6  # bytes of matrices that the calls of a graph go through
+SEED, REPEATS, AT_LEAST = 0, 20, 600e6  # bytes of matrices that the calls of a graph rotate over
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336)]  # rows, columns
 DECODING = {  # format: batches
     "int4/128@float16": (1, 2, 4, 8, 16, 32, 64),
@@ -74,43 +74,48 @@ def vectors(batch: int, columns: int, count: int) -> list[Tensor]:
 
 def decoding(shape: tuple[int, int], copy: float) -> list[Row]:
     rows, columns = shape
-    found, dense = [], {}
+    results, dense = [], {}
     weights = copies([torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)])
     for batch in DECODING["int4/128@float16"]:
         xs = vectors(batch, columns, len(weights))
         time = microseconds([lambda x=x, w=w: F.linear(x, w[0]) for x, w in zip(xs, weights, strict=True)])
         dense[batch] = time
-        found.append(decoding_row("bfloat16", shape, batch, "cublas", time, 2 * rows * columns, copy, time))
+        results.append(decoding_row("bfloat16", shape, batch, "cublas", time, 2 * rows * columns, copy, time))
     del weights
-    found += tinygemm(shape, copy, dense)
+    results += tinygemm(shape, copy, dense)
     for name, batches in DECODING.items():
         example, _ = packed(name, rows, columns)
         names = list(example.tensors)
-        held = [PackedMatrix(example.format, rows, columns, dict(zip(names, part, strict=True)))
+        matrices = [PackedMatrix(example.format, rows, columns, dict(zip(names, part, strict=True)))
                 for part in copies(list(example.tensors.values()))]  # fmt: skip
         size = sum(tensor.numel() * tensor.element_size() for tensor in example.tensors.values())
         for batch in batches:
             path = launch.weight_only_path(batch, describe(example))
-            time = microseconds(linear_calls(held, None, vectors(batch, columns, len(held)), "triton-weight-only"))
-            found.append(decoding_row(name, shape, batch, path, time, size, copy, dense[batch]))
+            time = microseconds(
+                linear_calls(matrices, None, vectors(batch, columns, len(matrices)), "triton-weight-only")
+            )
+            results.append(decoding_row(name, shape, batch, path, time, size, copy, dense[batch]))
     for name, inputs in EIGHT.items():
         example, _ = packed(name, rows, columns)
         names = list(example.tensors)
-        held = [PackedMatrix(example.format, rows, columns, dict(zip(names, part, strict=True)))
+        matrices = [PackedMatrix(example.format, rows, columns, dict(zip(names, part, strict=True)))
                 for part in copies(list(example.tensors.values()))]  # fmt: skip
         size = sum(tensor.numel() * tensor.element_size() for tensor in example.tensors.values())
         for batch in (1, 16):
             calls = linear_calls(
-                held, ActivationQuant(get_format(inputs)), vectors(batch, columns, len(held)), "triton-eight-bit"
+                matrices,
+                ActivationQuant(get_format(inputs)),
+                vectors(batch, columns, len(matrices)),
+                "triton-eight-bit",
             )
             path = launch.eight_bit_path(batch, describe(example))
             row = decoding_row(
                 f"{name}, {inputs} inputs", shape, batch, path, microseconds(calls), size, copy, dense[batch]
             )
-            found.append(row)
-    for row in found:
+            results.append(row)
+    for row in results:
         print(row, flush=True)
-    return found
+    return results
 
 
 def decoding_row(
@@ -126,7 +131,7 @@ def decoding_row(
 def linear_calls(
     held: list[PackedMatrix], inputs: ActivationQuant | None, xs: list[Tensor], expected: str
 ) -> list[Callable[[], Tensor]]:
-    """As a layer calls: chosen from the list of kernels, which must be the expected one."""
+    """Dispatch like a layer, and check that the expected kernel is chosen."""
     calls = []
     for matrix, x in zip(held, xs, strict=True):
         kernel = select_kernel(matrix, inputs, x.dtype)
@@ -142,51 +147,51 @@ def tinygemm(shape: tuple[int, int], copy: float, dense: dict[int, float]) -> li
     codes = torch.randint(0, 256, (rows, columns // 2), device="cuda", dtype=torch.uint8)
     weight = torch.ops.aten._convert_weight_to_int4pack(codes, 8)
     grid = torch.rand(columns // 128, rows, 2, device="cuda", dtype=torch.bfloat16) + 0.1
-    held = copies([weight, grid])
+    matrices = copies([weight, grid])
     size = weight.numel() * weight.element_size() + grid.numel() * 2
-    found = []
+    results = []
     for batch in (1, 16):
-        xs = vectors(batch, columns, len(held))
+        xs = vectors(batch, columns, len(matrices))
         calls = [
             lambda x=x, h=h: torch.ops.aten._weight_int4pack_mm(x, h[0], 128, h[1])
-            for x, h in zip(xs, held, strict=True)
+            for x, h in zip(xs, matrices, strict=True)
         ]
         time = microseconds(calls)
-        found.append(decoding_row("PyTorch int4/128", shape, batch, "aten", time, size, copy, dense[batch]))
-    return found
+        results.append(decoding_row("PyTorch int4/128", shape, batch, "aten", time, size, copy, dense[batch]))
+    return results
 
 
 def prefill() -> list[Row]:
     """Many vectors at once, 4096 x 4096."""
-    size, found = 4096, []
+    size, results = 4096, []
     weights = [torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     for batch in PREFILL:
         xs = vectors(batch, size, 4)
         dense = microseconds([lambda x=x, w=w: F.linear(x, w) for x, w in zip(xs, weights, strict=True)])
         for name in ("int4/128@float16", "int8/128@float16", "mxfp4"):
-            held = [packed(name, size, size)[0] for _ in range(4)]
-            path = launch.weight_only_path(batch, describe(held[0]))
-            time = microseconds(linear_calls(held, None, xs, "triton-weight-only"))
-            found.append({"kind": "prefill", "format": name, "batch": batch, "path": path, "microseconds": time,
+            matrices = [packed(name, size, size)[0] for _ in range(4)]
+            path = launch.weight_only_path(batch, describe(matrices[0]))
+            time = microseconds(linear_calls(matrices, None, xs, "triton-weight-only"))
+            results.append({"kind": "prefill", "format": name, "batch": batch, "path": path, "microseconds": time,
                           "bfloat16_microseconds": dense, "against_bfloat16": dense / time})  # fmt: skip
-            print(found[-1], flush=True)
-    return found
+            print(results[-1], flush=True)
+    return results
 
 
 def cube() -> list[Row]:
-    """4096 x 4096 x 4096: the product alone, and with the rounding of the inputs before it."""
+    """4096 x 4096 x 4096: the product alone, and with quantization of the inputs."""
     size, count = 4096, 3
     xs = vectors(size, size, count)
     weights = [torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
     plain = [lambda x=x, w=w: F.linear(x, w) for x, w in zip(xs, weights, strict=True)]
-    dense = min(microseconds(plain) for _ in range(3))  # what all are compared with: it varies by a few per cent
-    found: list[Row] = []
+    dense = min(microseconds(plain) for _ in range(3))  # the baseline: it varies by a few percent
+    results: list[Row] = []
 
     def add(name: str, calls: list[Callable[[], Any]], what: str) -> None:
         time = min(microseconds(calls) for _ in range(3))
-        found.append({"kind": "cube", "product": name, "what": what, "microseconds": time,
+        results.append({"kind": "cube", "product": name, "what": what, "microseconds": time,
                       "teraops": 2 * size**3 / time / 1e6, "against_bfloat16": dense / time})  # fmt: skip
-        print(found[-1], flush=True)
+        print(results[-1], flush=True)
 
     add("bfloat16 (cuBLAS)", plain, "product")
     rounded = [launch.round_rows(x, torch.int8, 127.0, "float32") for x in xs]
@@ -217,7 +222,7 @@ def cube() -> list[Row]:
         linear_calls(held, ActivationQuant(get_format("fp8-e4m3")), xs, "triton-eight-bit"),
         "with rounding of x",
     )
-    return found
+    return results
 
 
 def int8_product(rounded: tuple[Tensor, Tensor], matrix: Matrix) -> Tensor:
@@ -225,48 +230,48 @@ def int8_product(rounded: tuple[Tensor, Tensor], matrix: Matrix) -> Tensor:
 
 
 def errors() -> list[Row]:
-    """Against float64, on a shape that fills no tile: the norm of the difference over that of the result."""
-    found = []
+    """Relative error against float64, on a shape that fills no tile."""
+    results = []
     names = [*DECODING, "int4/32", "int4-float-zero/64", "int8-asym/64", "int5/64", "dint4", "nf4", "mxfp6-e3m2"]
     for name in names:
         matrix, quantized = packed(name, 1000, 1088)
         for batch in (1, 5, 100):
             x = torch.randn(batch, 1088, device="cuda", dtype=torch.bfloat16)
-            wanted = x.double() @ quantized.dequantize().double().T
+            expected = x.double() @ quantized.dequantize().double().T
             y = linear_calls([matrix], None, [x], "triton-weight-only")[0]()
-            error = float((y.double() - wanted).norm() / wanted.norm())
-            rounding = float((wanted.bfloat16().double() - wanted).norm() / wanted.norm())
+            error = float((y.double() - expected).norm() / expected.norm())
+            rounding = float((expected.bfloat16().double() - expected).norm() / expected.norm())
             path = launch.weight_only_path(batch, describe(matrix))
-            found.append({"kind": "error", "format": name, "batch": batch, "path": path, "error": error,
+            results.append({"kind": "error", "format": name, "batch": batch, "path": path, "error": error,
                           "of_rounding_alone": rounding})  # fmt: skip
     for name, inputs in {**EIGHT, "int4-asym/128": "int8", "dint4/128": "int8", "fp8-e4m3": "fp8-e4m3"}.items():
         matrix, quantized = packed(name, 1008, 1088)
         rule = ActivationQuant(get_format(inputs))
         for batch in (1, 100, 1500):
             x = torch.randn(batch, 1088, device="cuda", dtype=torch.bfloat16)
-            wanted = rule.fake_quantize(x.float()).double() @ quantized.dequantize().double().T
+            expected = rule.fake_quantize(x.float()).double() @ quantized.dequantize().double().T
             y = linear_calls([matrix], rule, [x], "triton-eight-bit")[0]()
-            error = float((y.double() - wanted).norm() / wanted.norm())
-            rounding = float((wanted.bfloat16().double() - wanted).norm() / wanted.norm())
+            error = float((y.double() - expected).norm() / expected.norm())
+            rounding = float((expected.bfloat16().double() - expected).norm() / expected.norm())
             path = launch.eight_bit_path(batch, describe(matrix))
-            found.append({"kind": "error", "format": f"{name}, {inputs} inputs", "batch": batch, "path": path,
+            results.append({"kind": "error", "format": f"{name}, {inputs} inputs", "batch": batch, "path": path,
                           "error": error, "of_rounding_alone": rounding})  # fmt: skip
-    worst = max(found, key=lambda row: row["error"])
+    worst = max(results, key=lambda row: row["error"])
     print("worst", worst, flush=True)
     assert worst["error"] < 4e-3
-    return found
+    return results
 
 
 def gptq() -> list[Row]:
-    """The 128 columns of a block, rounded one after the other."""
-    found = []
+    """GPTQ rounding of the 128 columns of a block in sequence."""
+    results = []
     factor = torch.triu(torch.randn(128, 128, device="cuda") * 0.1) + torch.eye(128, device="cuda")
     for rows in (4096, 14336):
         weight, scale = torch.randn(rows, 128, device="cuda"), torch.rand(rows, 128, device="cuda") * 0.1 + 0.2
         time = microseconds([lambda w=weight, s=scale: gptq_block(w, factor, s, None, 15, default_zero=8.0)] * 8)
-        found.append({"kind": "gptq", "rows": rows, "microseconds": time})
-        print(found[-1], flush=True)
-    return found
+        results.append({"kind": "gptq", "rows": rows, "microseconds": time})
+        print(results[-1], flush=True)
+    return results
 
 
 def text(rows: list[Row], copy: float) -> str:

@@ -1,10 +1,10 @@
-"""GPTQ here and in llm-compressor: the same model, calibration tokens and settings, time and perplexity on the CPU.
+"""GPTQ in Smelt and llm-compressor: same model, calibration tokens and settings; time and perplexity on CPU.
 
     python benchmarks/peer_gptq.py --peer PYTHON [--seeds 3] [--samples 16] [--length 512]
 
 PYTHON is the interpreter of an environment that has llm-compressor. Four bits, symmetric, groups of 64, damping 0.01,
-columns in order of activation on grids fixed beforehand, for both. The bundled SmolLM2-135M is rotated first, so that
-the grid its weights lie on helps nobody. The two run one after the other; nothing else should run meanwhile.
+act-order with static groups, for both. The bundled SmolLM2-135M is rotated first, so that the grid of its weights
+helps neither. The two run in sequence; nothing else should run at the same time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _pair(options: argparse.Namespace, seed: int) -> dict[str, dict[str, float]]:
-    """Both on one draw of the rotation and of the calibration text."""
+    """Run both on one sample of the rotation and the calibration text."""
     model = load("smollm2-135m")
     METHODS.build({"method": "rotate"}).apply(model, MethodContext(seed=seed))
     train = load_text(shared() / "data/wikitext2/train.txt.gz")

@@ -1,9 +1,9 @@
-"""Quantising SmolLM2-135M: perplexity on WikiText-2 by method, bits and group; weights alone, W4A8, W4A4, two bits.
+"""Quantizing SmolLM2-135M: WikiText-2 perplexity by method, bits and group size; weight-only, W4A8, W4A4, 2-bit.
 
     python benchmarks/quantization.py [--seeds 3] [--device cuda] [--tables weights w4a8 ...] [--resume]
     python benchmarks/quantization.py --share 0/8 ... --share 7/8, side by side, and then --join 8
 
-The bundled weights lie on a 4-bit grid in groups of 32, which would flatter every 4-bit result: each seed first rotates
+The bundled weights are on a 4-bit grid in groups of 32, which would flatter every 4-bit result: each seed first rotates
 the network by a random Hadamard matrix, which preserves its function. All methods see the same calibration windows of
 the training split; perplexity is over the first windows of the test split at context 1,024, side by side.
 """
@@ -29,18 +29,18 @@ from smelt.models.model import Model
 from smelt.models.quantized import dequantized_weights
 
 CONTEXT, LENGTH, BATCH = 1024, 1024, 8
-PROMPTS, PROMPT, ANSWER = 64, 64, 64  # how many prompts the float model answers, their tokens, and its answers
+PROMPTS, PROMPT, ANSWER = 64, 64, 64  # prompts, their length, and the length of the float model's answers
 Steps = list[dict[str, Any]]
 Rows = dict[tuple[str, str], Steps]  # (row, column) -> what is applied
 
 GROUPS = {"g128": 128, "channel": -1}
 LEARNED = {"omniquant": {"epochs": 5}, "flexround": {"iterations": 150}}
 REPAIR = {"method": "rilq", "rank": 16, "updates": 150, "accumulation": 1, "rate": 5e-4}
-UNROTATED = "from the network as it is: "  # rows that begin so do not start from the rotated network
+UNROTATED = "from the network as it is: "  # rows with these prefixes do not start from the rotated network
 
 
 def _weights() -> Rows:
-    """Weight-only: methods x bits x groups."""
+    """Weight-only: methods x bits x group sizes."""
     return {
         (name, f"{bits} bits {label}"): [
             {"method": name, "bits": bits, "group_size": group, "allow_partial_group": True}
@@ -52,7 +52,7 @@ def _weights() -> Rows:
 
 
 def _learned() -> Rows:
-    """The methods that train, shorter than their papers do."""
+    """Trained methods, with shorter schedules than in their papers."""
     return {
         (name, f"{bits} bits {label}"): [
             {"method": name, "bits": bits, "group_size": group, "allow_partial_group": True, **LEARNED[name]}
@@ -162,7 +162,7 @@ def main() -> None:
             benches[job.seed] = _Bench(options, job.seed)
         facts = benches[job.seed].run(job)
         if options.device == "cuda":
-            torch.cuda.empty_cache()  # for the shares beside this one
+            torch.cuda.empty_cache()  # for the other shares
         rows.append({"table": job.table, "method": job.method, "column": job.column, "seed": job.seed, **facts})
         print(rows[-1], flush=True)
         write(name, rows, _text(rows, options))
@@ -170,7 +170,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class _Job:
-    """A cell of a table, for one seed."""
+    """One table cell, for one seed."""
 
     table: str
     method: str
@@ -180,7 +180,7 @@ class _Job:
 
 
 def _jobs(options: argparse.Namespace) -> list[_Job]:
-    """Tables in the order in which they were asked for."""
+    """Return the tables in the requested order."""
     return [
         _Job(name, method, column, seed, steps)
         for name in ("dense", *options.tables)
@@ -195,17 +195,17 @@ def _without(jobs: list[_Job], rows: list[dict[str, Any]]) -> list[_Job]:
 
 
 def _ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As one run would have written them."""
-    place = {(name, *key): at for name in TABLES for at, key in enumerate(TABLES[name]())}
+    """Sort the rows as a single run would have written them."""
+    position = {(name, *key): at for name in TABLES for at, key in enumerate(TABLES[name]())}
     tables = list(TABLES)
     return sorted(
         rows,
-        key=lambda row: (row["seed"], tables.index(row["table"]), place[row["table"], row["method"], row["column"]]),
+        key=lambda row: (row["seed"], tables.index(row["table"]), position[row["table"], row["method"], row["column"]]),
     )
 
 
 class _Bench:
-    """The network of one seed, what it is calibrated with, and how the results are judged."""
+    """One seed's network, calibration data and evaluation."""
 
     def __init__(self, options: argparse.Namespace, seed: int) -> None:
         self.seed, self.tf32 = seed, options.tf32
@@ -255,12 +255,12 @@ def _share(text: str) -> tuple[int, int]:
 
 
 def _again(row: dict[str, Any], words: list[str]) -> bool:
-    """Rows that failed, or that an older state of the code gave, are measured anew."""
+    """Rows that failed, or came from an older version of the code, are measured again."""
     return "failed" in row or any(word in row["method"] for word in words)
 
 
 class _Measure:
-    """Perplexity, and how often the most likely token is the float model's own."""
+    """Measure perplexity, and how often the top token is the float model's."""
 
     def __init__(self, base: Model, test: TextData, limit: int) -> None:
         self.base, self.test, self.limit = base, test, limit
@@ -275,7 +275,7 @@ class _Measure:
 
 
 class _Answers:
-    """Greedy answers of the float model, and how a model that was made from it would have answered."""
+    """The float model's greedy answers, and how a quantized model agrees with them."""
 
     def __init__(self, base: Model, test: TextData) -> None:
         tokens = base.tokenizer(test.joined, verbose=False)["input_ids"]
@@ -287,13 +287,13 @@ class _Answers:
     def _generated(self, model: Model) -> torch.Tensor:
         settings = {"max_new_tokens": ANSWER, "min_new_tokens": ANSWER, "do_sample": False}
         mask = torch.ones_like(self.prompts)
-        found: torch.Tensor = model.network.generate(self.prompts, attention_mask=mask, **settings)
-        return found
+        result: torch.Tensor = model.network.generate(self.prompts, attention_mask=mask, **settings)
+        return result
 
     @torch.no_grad()
     def __call__(self, model: Model) -> dict[str, float]:
-        """The share of the answers' tokens that the model puts first after the same text, and how many tokens its own
-        answers share with the float model's before they part."""
+        """Return the fraction of answer tokens that the model ranks first after the same text, and the length of the
+        common prefix of its own answers and the float model's."""
         with dequantized_weights(model.network, torch.float32):
             logits = model.network(self.given).logits[:, PROMPT - 1 : -1]
             own = self._generated(model)
@@ -303,7 +303,7 @@ class _Answers:
 
 
 def _applied(base: Model, steps: Steps, context: MethodContext) -> tuple[dict[str, Any], Model | None]:
-    """A row that fails is written down as it is, and the others go on."""
+    """Record a failed row and continue with the others."""
     model = Model(copy.deepcopy(base.network), base.tokenizer, source="smollm2-135m")
     start = time.perf_counter()
     bits = None
@@ -343,11 +343,11 @@ def _table(rows: list[dict[str, Any]], extras: dict[str, str]) -> str:
 
     def cell(name: str, column: str, key: str, digits: int) -> str:
         here = [row for row in rows if row["method"] == name and row["column"] == column]
-        found = [row[key] for row in here if key in row]
-        if not found:
+        results = [row[key] for row in here if key in row]
+        if not results:
             return "failed" if here else ""
-        spread = f" ({min(found):.{digits}f}-{max(found):.{digits}f})" if len(found) > 1 else ""
-        return f"{mean(found):.{digits}f}{spread}"
+        spread = f" ({min(results):.{digits}f}-{max(results):.{digits}f})" if len(results) > 1 else ""
+        return f"{mean(results):.{digits}f}{spread}"
 
     wanted = [("perplexity", "", 2), *((key, f": {told}", 4) for key, told in extras.items())]
     headings = ["method", *(f"{column}{told}" for _, told, _ in wanted for column in columns)]

@@ -1,9 +1,9 @@
-"""A whole run as a user makes it: SmolLM2-135M, 20 % of the blocks' parameters removed, on this machine's CPU.
+"""A complete run: SmolLM2-135M, 20% of the blocks' parameters removed, on CPU.
 
     python benchmarks/speed.py
 
-Time and peak memory of the command in a process of its own, the step's own time and memory, and the latency of the
-pruned model beside the dense one's, timed in turns: prefill of 128 tokens and decoding with a cache.
+Time and peak memory of the command in a separate process, the step's own time and memory, and the latency of the
+pruned and the dense model, alternating: prefill of 128 tokens and decoding with a KV cache.
 """
 
 from __future__ import annotations

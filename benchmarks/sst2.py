@@ -32,7 +32,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "+ rearrangement + full reconstruction": {**FISHER, "repair": "full"},
     "the same, fitted to the assistant": {**FISHER, "repair": "full", "teacher": "assistant"},
 }
-# What the authors' own code gives on this checkpoint with its seed 0 and 2,048 samples.
+# Results of the authors' code on this checkpoint with its seed 0 and 2,048 samples.
 AUTHORS = {
     "Fisher search": (0.9002, 0.8922, 0.8784),
     "+ rearrangement": (0.8991, 0.8945, 0.8784),
@@ -77,8 +77,8 @@ def _run(
 
 def _text(dense: float, rows: list[dict[str, Any]], seeds: int) -> str:
     def cell(stage: str, keep: float) -> str:
-        found = [row["accuracy"] for row in rows if row["stage"] == stage and row["keep"] == keep]
-        return f"{mean(found):.4f} ({min(found):.4f}-{max(found):.4f})"
+        results = [row["accuracy"] for row in rows if row["stage"] == stage and row["keep"] == keep]
+        return f"{mean(results):.4f} ({min(results):.4f}-{max(results):.4f})"
 
     cells = [[stage, *(cell(stage, keep) for keep in BUDGETS)] for stage in STAGES]
     cells += [[f"{stage}: the authors' code", *(f"{value:.4f}" for value in AUTHORS[stage])] for stage in AUTHORS]

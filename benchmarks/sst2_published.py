@@ -1,9 +1,9 @@
-"""The published algorithm on the very sample the authors' code draws with its seed 0, beside the figures of that code.
+"""The published algorithm on the sample that the authors' code draws with seed 0, against that code's figures.
 
     python benchmarks/sst2_published.py [--device cuda]
 
-With the same 2,048 sentences the search must give the same widths and accuracy; rearrangement and tuning may differ by
-what float32 and float64 sums decide between near-equal units.
+With the same 2,048 sentences the search must give the same widths and accuracy; rearrangement and tuning may differ
+where float32 and float64 sums rank near-equal units differently.
 """
 
 from __future__ import annotations

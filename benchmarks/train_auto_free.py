@@ -31,12 +31,12 @@ def main() -> None:
     for size in options.sizes:
         times: dict[str, list[float]] = {"none": [], METHOD: []}
         parameters, chosen = 0, set()
-        for found in run_cells(_cells(size, options.pairs, options.steps)):
-            method = found["name"].split()[2]
-            times[method].append(found["step_seconds"] * 1e3)
-            parameters = found["parameters"]
+        for result in run_cells(_cells(size, options.pairs, options.steps)):
+            method = result["name"].split()[2]
+            times[method].append(result["step_seconds"] * 1e3)
+            parameters = result["parameters"]
             if method == METHOD:
-                chosen.add(str(found["chosen"] or "none"))
+                chosen.add(str(result["chosen"] or "none"))
         rows.append({"size": size, "parameters": parameters, "ms": times, "chosen": sorted(chosen), **ratios(times)})
         write("train_auto_free", rows, _text(rows, options.steps))
 
@@ -44,9 +44,9 @@ def main() -> None:
 def _cells(size: str, pairs: int, steps: int) -> list[Cell]:
     """Plain DDP first and last."""
     cells = []
-    for place, method in enumerate(["none", METHOD] * pairs + ["none"]):
+    for position, method in enumerate(["none", METHOD] * pairs + ["none"]):
         cell = cell_of("free", size, method, 0, None)
-        cell["name"] = f"free {size} {method} {place}"
+        cell["name"] = f"free {size} {method} {position}"
         cell["config"] |= {"steps": steps, "evaluate": {"every": steps, "samples": 512}}
         cells.append(cell)
     return cells
@@ -55,8 +55,8 @@ def _cells(size: str, pairs: int, steps: int) -> list[Cell]:
 def ratios(times: dict[str, list[float]]) -> Row:
     """Compare each cell of `auto` with the mean of its neighbors."""
     plain = times["none"]
-    found = [own / ((plain[at] + plain[at + 1]) / 2) for at, own in enumerate(times[METHOD])]
-    return {"ratios": found, "ratio": statistics.median(found)}
+    results = [own / ((plain[at] + plain[at + 1]) / 2) for at, own in enumerate(times[METHOD])]
+    return {"ratios": results, "ratio": statistics.median(results)}
 
 
 def _text(rows: list[Row], steps: int) -> str:

@@ -70,10 +70,10 @@ def run_workers(
             for rank in range(WORKERS):
                 environment = {**os.environ, **common, **more, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-                words = [*prefix(rank), *command]
+                command_line = [*prefix(rank), *command]
                 pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": out, "text": True}
                 # a session each, so that Linux schedules the ranks fairly
-                processes.append(subprocess.Popen(words, env=environment, start_new_session=True, **pipes))
+                processes.append(subprocess.Popen(command_line, env=environment, start_new_session=True, **pipes))
             ready([process.pid for process in processes])
             for process in processes:
                 assert process.stdin is not None

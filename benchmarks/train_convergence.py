@@ -69,9 +69,9 @@ def main() -> None:
     done = {row["name"] for row in rows}
     start = perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        wanted = [] if options.text else _cells(options, Path(folder))
-        open_cells = [cell for cell in wanted if cell["name"] not in done]
-        print(f"{len(open_cells)} cells to run, {len(wanted) - len(open_cells)} are done", flush=True)
+        cells = [] if options.text else _cells(options, Path(folder))
+        open_cells = [cell for cell in cells if cell["name"] not in done]
+        print(f"{len(open_cells)} cells to run, {len(cells) - len(open_cells)} are done", flush=True)
         for cell in run_cells(open_cells) if open_cells else []:
             rows.append(_row(cell))
             write(NAME, rows, _text(rows))

@@ -98,13 +98,13 @@ def _work(link: str, cells: list[Cell], rows: list[Row], end: float, file: str) 
     if not cells or perf_counter() > end:
         return
     targets = {cell["name"]: cell["stop_at"] for cell in cells}
-    for found in _on_link(link, cells):
-        name, target = found["name"], targets[found["name"]]
-        found.pop("build_ups")
+    for result in _on_link(link, cells):
+        name, target = result["name"], targets[result["name"]]
+        result.pop("build_ups")
         words = name.split()
         parts = {"link": words[0], "size": words[1], "method": words[2], "seed": int(words[4]), "rate": float(words[6])}
         parts["target"] = target
-        rows.append({**found, **parts, "reached": target is not None and found["curve"][-1]["loss"] <= target})
+        rows.append({**result, **parts, "reached": target is not None and result["curve"][-1]["loss"] <= target})
         write(file, rows, _text(rows))
         if perf_counter() > end:
             return
@@ -203,15 +203,15 @@ def _introduction() -> str:
 def _rates(rows: list[Row]) -> str:
     """What plain DDP loses by a learning rate that all methods can use."""
     goals = {row["size"]: row["curve"][-1]["loss"] for row in _targets(rows) if row["seed"] == 0}
-    found = []
+    results = []
     for row in rows:
         if row["target"] is None and row["seed"] == 0 and row["size"] in goals:
             losses = [point["loss"] for point in row["curve"]]
             there = [point["step"] for point in row["curve"] if point["loss"] <= goals[row["size"]]]
             words = [row["size"], f"{row['parameters']:,}", f"{row['rate']:g}", f"{losses[-1]:.3f}"]
-            found.append([*words, f"{mean(losses[-5:]):.3f}", f"{there[0]}" if there else f"not in {BASE}"])
+            results.append([*words, f"{mean(losses[-5:]):.3f}", f"{there[0]}" if there else f"not in {BASE}"])
     headings = ["model", "parameters", "learning rate", f"plain DDP, step {BASE}", "mean of its last five"]
-    return table([*headings, f"steps to the loss of {RATE:g}"], sorted(found, reverse=True))
+    return table([*headings, f"steps to the loss of {RATE:g}"], sorted(results, reverse=True))
 
 
 def _link_words(own: list[Row]) -> str:

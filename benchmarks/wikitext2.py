@@ -1,4 +1,4 @@
-"""Pruning SmolLM2-135M, perplexity on WikiText-2 after removing 10, 20 and 30 % of the blocks' parameters.
+"""Pruning SmolLM2-135M: WikiText-2 perplexity after removing 10, 20 and 30% of the blocks' parameters.
 
     python benchmarks/wikitext2.py [--seeds 3] [--samples 128] [--device cuda]
 
@@ -87,8 +87,8 @@ def _run(
 
 def _text(dense: float, rows: list[dict[str, Any]], options: argparse.Namespace, seeds: int) -> str:
     def cell(name: str, removed: float) -> str:
-        found = [row["perplexity"] for row in rows if row["method"] == name and row["removed"] == removed]
-        return f"{mean(found):.1f}" + (f" ({min(found):.1f}-{max(found):.1f})" if len(found) > 1 else "")
+        results = [row["perplexity"] for row in rows if row["method"] == name and row["removed"] == removed]
+        return f"{mean(results):.1f}" + (f" ({min(results):.1f}-{max(results):.1f})" if len(results) > 1 else "")
 
     cells = [[name, *(cell(name, removed) for removed in REMOVED)] for name in SETTINGS]
     title = (
