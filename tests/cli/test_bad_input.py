@@ -99,9 +99,9 @@ RECIPES = {
     "keep too much": ("steps: [{method: random, budget: {macs: 1.5}}]", "at most 1"),
     "keep a word": ("steps: [{method: random, budget: {macs: a}}]", "'a'"),
     "keep no number": ("steps: [{method: random, budget: {macs: .nan}}]", "nan"),
-    "a wrong type": ("steps: [{method: random, budget: {macs: 0.5}, multiple: 1.5}]", "must be an integer"),
-    "a cap past all": ("steps: [{method: random, budget: {macs: 0.5}, cap: 2}]", "between 0 and 1"),
-    "a multiple of none": ("steps: [{method: random, budget: {macs: 0.5}, multiple: 0}]", "between 1 and"),
+    "a wrong type": ("steps: [{method: random, budget: {macs: 0.5}, ffn_multiple: 1.5}]", "must be an integer"),
+    "a cap past all": ("steps: [{method: random, budget: {macs: 0.5}, max_sparsity: 2}]", "between 0 and 1"),
+    "a multiple of none": ("steps: [{method: random, budget: {macs: 0.5}, ffn_multiple: 0}]", "between 1 and"),
     "an unknown repair": ("steps: [{method: random, budget: {macs: 0.5}, repair: glue}]", "none, tune, full"),
     "a seed below zero": ("seed: -1\nsteps: [{method: random, budget: {macs: 0.5}}]", "seed"),
     "samples below zero": ("data: {samples: -4}\nsteps: [{method: random, budget: {macs: 0.5}}]", "samples"),
@@ -153,7 +153,7 @@ def refused_run(model: str, content: Any, words: str, place: Place, smelt_here: 
 
 
 def test_a_budget_that_cannot_be_met(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
-    content = llama(place, budget={"parameters": 0.01}, cap=0.5)
+    content = llama(place, budget={"parameters": 0.01}, max_sparsity=0.5)
     refused_run("llama", content, "budget cannot be met", place, smelt_here, tmp_path)
 
 

@@ -58,9 +58,9 @@ def test_it_is_set_once(
     for model, said in ((str(small), 1), (place / "llama", 0)):
         caplog.clear()
         smelt.Engine(model, max_model_len=32, kv_cache_bytes=10**6)
-        messages = [record.message for record in caplog.records if "keys and values" in record.message]
+        messages = [record.message for record in caplog.records if "KV cache" in record.message]
         assert len(messages) == said and all(
-            "in int2, which no page holds; they are in the model's own" in each for each in messages
+            "in int2, which has no paged kernel; the model's own" in each for each in messages
         )
 
 

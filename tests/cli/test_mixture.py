@@ -50,7 +50,7 @@ def test_compress_end_to_end(mixture: Path, smelt_here: Smelt, tmp_path: Path) -
     assert done.code == 0, done.err
     assert f"{LOST} (never reached)" in done.out
     page = (out / "report.html").read_text()
-    assert "Experts that saw few tokens" in page and LOST in page and "never reached" in page
+    assert "Undercalibrated experts" in page and LOST in page and "never reached" in page
     assert "mlp.experts.*.up_proj" in page
     record = json.loads((out / "measurements.json").read_text())
     assert {"expert": LOST, "tokens": 0, "inputs": 64} in record["few_tokens"]

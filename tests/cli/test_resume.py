@@ -161,5 +161,5 @@ def test_an_unrelated_folder_at_the_work_path_is_not_touched(place: Place, smelt
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "precious.txt").write_text("mine")
     done = smelt_here("compress", place / "llama", "-r", place / "llama.yaml", "-o", str(tmp_path / "out"), "--resume")
-    done.refused("in the way")
+    done.refused("is not an unfinished run")
     assert (tmp_path / "out.partial" / "precious.txt").read_text() == "mine"

@@ -232,7 +232,7 @@ def test_invalid_settings_are_refused() -> None:
     config = BUILDS["llama"]().config
     with pytest.raises(FormatError, match="int9"):
         QuantizedKVCache(config, "int9")
-    with pytest.raises(FormatError, match="above 0 and at most 1"):
+    with pytest.raises(FormatError, match="between 0 and 1"):
         QuantizedKVCache(config, "int8", clip=0.0)
     mixed = hf.LlamaConfig(**DECODER)
     mixed.layer_types = ["full_attention", "linear_attention", "full_attention"]
@@ -249,22 +249,12 @@ def test_the_command(tmp_path: Path) -> None:
     save_artifact(trained(), tmp_path)
     text = tmp_path / "text.txt"
     text.write_text(TEXT.joined)
-    arguments = [
-        "eval",
-        str(tmp_path),
-        "--data",
-        str(text),
-        "--context",
-        "32",
-        "--limit",
-        "96",
-        "--kv-cache-dtype",
-        "int2",
-    ]
+    arguments = ["eval", str(tmp_path), "--data", str(text), "--context", "32", "--limit", "96"]
+    arguments += ["--kv-cache-dtype", "int2"]
     result = CliRunner().invoke(
         app_with("eval"), [*arguments, "--against", str(tmp_path), "--json", str(tmp_path / "out.json")]
     )
-    assert result.exit_code == 0, result.output
+    assert result.exit_code in (0, 3), result.output  # 3: the quantized cache is measurably worse
     content = json.loads((tmp_path / "out.json").read_text())
     assert content["kv"] == "int2" and content["divergence"]["kl"] > 1e-4
     assert content["quality"]["value"] != content["base_quality"]["value"]

@@ -446,7 +446,7 @@ _BAD_GGUF: dict[str, tuple[bytes, str]] = {
     "unsupported tensor type": (_extra(256, kind=10).to_bytes(), "type 10"),
     "offset beyond the file": (_extra(4, offset=2**40).to_bytes(), "outside of the file"),
     "offset that wraps": (_extra(4, offset=2**64 - 32).to_bytes(), "outside of the file"),
-    "offset off the alignment": (_extra(4, offset=8).to_bytes(), "not aligned"),
+    "offset off the alignment": (_extra(4, offset=8).to_bytes(), "alignment"),
     "tensor larger than the file": (_extra(2**40).to_bytes(), "outside of the file"),
     "tensor twice": (_extra(16, name="output_norm.weight").to_bytes(), "twice"),
     "tensors that overlap": (_extra(4, offset=0).to_bytes(), "overlaps"),

@@ -141,7 +141,7 @@ def test_files_that_do_not_match_the_model(tmp_path: Path) -> None:
     assert "not a linear layer" in told(nowhere)
     head = {key.replace("model.layers.0.self_attn.q_proj", "lm_head"): tensor for key, tensor in pair.items()}
     head["base_model.model.lm_head.lora_B.weight"] = torch.zeros(99, 2)
-    assert "the head" in told(head)
+    assert "the LM head" in told(head)
     file.unlink()
     with pytest.raises(ModelError, match="safetensors only"):
         Engine(Model(network), adapters={"a": other}, **SMALL)

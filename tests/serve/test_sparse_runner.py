@@ -212,13 +212,15 @@ def test_the_trace_of_a_run(llama: tuple[PreTrainedModel, Any], tmp_path: Path) 
     runner.recorder.trace().write(tmp_path / "run.trace")
     trace = read_trace(tmp_path / "run.trace")
     rows = list(trace.rows())
-    assert len(rows) == 2 * 15 * 3 * 2 and {row.request for row in rows} == {request.id for request in requests}
+    assert len(rows) == 2 * 15 * 3 * 2 and {row.request for row in rows} == {str(request.id) for request in requests}
     assert trace.metadata.page_bytes == 4 * 2 * 8 * 4 and trace.metadata.summary_bytes == 2 * 8 * 4
     assert sum(len(row.recalled) for row in rows) * trace.metadata.page_bytes == runner.host.recalled_bytes
     before: dict[tuple[str, int, int], set[int]] = {}
     shared = []
     for row in rows:
-        length = next(len(candidate.prompt) for candidate in requests if candidate.id == row.request) + row.step - 1
+        length = (
+            next(len(candidate.prompt) for candidate in requests if str(candidate.id) == row.request) + row.step - 1
+        )
         num_pages = -(-length // 4)
         assert (
             len(row.pages) == min(num_pages, 5)
@@ -271,7 +273,10 @@ def test_on_a_gpu(llama: tuple[PreTrainedModel, list[list[int]]], residence: Off
 def test_an_engine_takes_a_selection_config() -> None:
     """By fields, as sent by another process; the selected pages are blocks."""
     engine = Engine(
-        Model(BUILDS["llama"]()), max_model_len=96, kv_cache_bytes=10**7, page_selection={"page": 4, "budget": 96}
+        Model(BUILDS["llama"]()),
+        max_model_len=96,
+        kv_cache_bytes=10**7,
+        page_selection={"page_size": 4, "token_budget": 96},
     )
     assert engine.pool.size == 4 and isinstance(engine.runner, SparseRunner) and engine.runner.host is None
     plain = Engine(Model(BUILDS["llama"]()), block_size=4, max_model_len=96, kv_cache_bytes=10**7)
@@ -282,7 +287,7 @@ def test_an_engine_takes_a_selection_config() -> None:
         while member.busy:
             member.step()
     assert [request.output for request in answers[0]] == [request.output for request in answers[1]]
-    selection = {"page": 4, "budget": 24}
+    selection = {"page_size": 4, "token_budget": 24}
     host = Engine(
         Model(BUILDS["llama"]()),
         max_model_len=96,

@@ -127,7 +127,7 @@ def test_invalid_settings_raise_one_sentence() -> None:
         METHODS.build({"method": "kv-cache", "format": "int9"})
     with pytest.raises(RecipeError, match="kv-cache: there is no number format 'x'"):
         METHODS.build({"method": "kv-cache", "value_format": "x"})
-    with pytest.raises(RecipeError, match="above 0 and at most 1"):
+    with pytest.raises(RecipeError, match="between 0 and 1"):
         METHODS.build({"method": "kv-cache", "clip_ratio": 0})
     with pytest.raises(ModelError, match="generate text"):
         KvCache().apply(Model(BUILDS["bert"]()), MethodContext())
