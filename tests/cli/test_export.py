@@ -111,7 +111,7 @@ class TestBadInput:
         encoder(num_hidden_layers=1).save_pretrained(tmp_path / "encoder")
         plain, other, out = str(tmp_path / "plain"), str(tmp_path / "encoder"), str(tmp_path / "out")
         self.refused(smelt_here, tmp_path, "not quantized", plain, "--to", "compressed-tensors", "-o", out)
-        self.refused(smelt_here, tmp_path, "goes to onnx", other, "--to", "gguf", "-o", out)
+        self.refused(smelt_here, tmp_path, "an encoder to onnx", other, "--to", "gguf", "-o", out)
 
     def test_a_pruned_model_with_different_layer_widths(self, smelt_here: Smelt, tmp_path: Path) -> None:
         model = Model(network())

@@ -43,8 +43,8 @@ def test_symmetric_integers_are_read_by_us_and_by_transformers(name: str, tmp_pa
 @pytest.mark.parametrize(
     ("to", "settings", "message"),
     [
-        ("compressed-tensors", {"group_size": 16}, "reads experts only in symmetric integers or FP8"),
-        ("compressed-tensors", {"method": "smoothquant"}, "inputs that are not rounded"),
+        ("compressed-tensors", {"group_size": 16}, "reads experts only as symmetric integers or FP8"),
+        ("compressed-tensors", {"method": "smoothquant"}, "with unquantized inputs"),
         ("compressed-tensors", {"method": "mixed", **SYMMETRIC, "bits": 5.0}, "quantize all layers alike"),
         ("gguf", SYMMETRIC, "networks as GGUF, not mixtral; keep the artifact"),
     ],

@@ -100,7 +100,7 @@ def test_eight_bit_layers_keep_their_codes(tmp_path: Path) -> None:
         (scheme("int4/32"), "int4/32, and ONNX"),
         (scheme("int8/32"), "int8/32, and ONNX"),
         (scheme("fp8-e4m3"), "fp8-e4m3, and ONNX"),
-        (scheme("int8", "int8"), "only fixed scales"),
+        (scheme("int8", "int8"), "only static ones"),
         (scheme("int8", hadamard=True), "online rotation"),
         (scheme("int8", clip=0.9), "clipped inputs"),
     ],

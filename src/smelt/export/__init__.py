@@ -1,4 +1,4 @@
-"""Exports: the same model in the formats that other programs read."""
+"""Export models to the formats of other programs."""
 
 from smelt.export.run import EXPORTS, export
 

@@ -1,8 +1,8 @@
-"""compressed-tensors: a folder that transformers and vLLM open, with the codes and scales of the artifact as they are.
+"""compressed-tensors: a folder for transformers and vLLM, with the unchanged codes and scales of the artifact.
 
-A layer's scheme becomes the `QuantizationArgs` of a config group, its packed tensors the format's own; layers with the
-same scheme share a group. What the format cannot say is refused. The rule by which a reader takes the scale of dynamic
-inputs is not part of the format: every reader has its own, and they differ by less than half a step.
+A layer's scheme becomes the `QuantizationArgs` of a config group, its packed tensors those of the format; layers with
+the same scheme share a group. What the format cannot express is refused. How scales of dynamic inputs are computed is
+not part of the format: every reader has its own rule, and they differ by less than half a step.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CompressedTensors(ExportFormat):
         config = {**plain_config(network), **layer_fields(model.anatomy)}
         config["quantization_config"] = _quantization_config(list(groups.values()), plain)
         if any(group["format"] in (NVFP4, MXFP4) for group, _ in groups.values()):
-            config["dtype"] = "bfloat16"  # readers decode these to bfloat16, whatever else the network is in
+            config["dtype"] = "bfloat16"  # readers dequantize these to bfloat16, whatever the dtype of the network
         write_json(folder / "config.json", config)
         save_file(_tensors(network, layers), folder / "model.safetensors", metadata={"format": "pt"})
         if network.can_generate():
@@ -72,31 +72,33 @@ class CompressedTensors(ExportFormat):
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(folder)
         kinds = Counter(group["format"] for group, paths in groups.values() for _ in paths)
-        decoded = ["transformers decodes the experts of a mixture as it reads them."] if mixtures else []
-        return Export(dict(kinds), [*_notes(network, layers), *decoded])
+        expert_notes = ["transformers dequantizes the experts of a mixture when it loads them."] if mixtures else []
+        return Export(dict(kinds), [*_notes(network, layers), *expert_notes])
 
     def verify(self, model: Model, folder: Path) -> None:
-        mine, read = model.network, load(folder).network
-        layers, found = quantized_layers(mine), quantized_layers(read)
-        plain = {name: tensor for name, tensor in distinct_tensors(mine).items() if not _is_packed(name, layers)}
+        network, read = model.network, load(folder).network
+        layers, read_layers = quantized_layers(network), quantized_layers(read)
+        plain = {name: tensor for name, tensor in distinct_tensors(network).items() if not _is_packed(name, layers)}
         state = read.state_dict()
-        wrong = [name for name, tensor in plain.items() if not torch.equal(state[name], tensor)]
-        wrong += [path for path, layer in layers.items() if not torch.equal(found[path].weight, layer.weight)]
+        differing = [name for name, tensor in plain.items() if not torch.equal(state[name], tensor)]
+        differing += [path for path, layer in layers.items() if not torch.equal(read_layers[path].weight, layer.weight)]
         scales = {path: getattr(layer, STATIC_SCALE, None) for path, layer in layers.items()}
-        wrong += [
+        differing += [
             path for path, scale in scales.items()
-            if scale is not None and not torch.equal(getattr(found[path], STATIC_SCALE), scale)
+            if scale is not None and not torch.equal(getattr(read_layers[path], STATIC_SCALE), scale)
         ]  # fmt: skip
-        if wrong or layers.keys() != found.keys():
-            raise FormatError(f"the export could not be verified: {wrong or 'its list of layers'} differs when read.")
+        if differing or layers.keys() != read_layers.keys():
+            raise FormatError(
+                f"the export could not be verified: {differing or 'its list of layers'} differs when read."
+            )
 
 
 def _check(model: Model, layers: dict[str, QuantizedLinear]) -> None:
-    """Everything about the model as a whole that the format cannot express."""
+    """Raise FormatError if the format cannot express the model."""
     if not layers:
         raise FormatError(
-            "this model is not quantized, so compressed-tensors has nothing to say of it; its own folder opens in "
-            "transformers and vLLM as it is."
+            "this model is not quantized, so it needs no compressed-tensors export; transformers and vLLM open its "
+            "own folder."
         )
     if "per_layer_config" in layer_fields(model.anatomy):
         raise FormatError(
@@ -104,19 +106,21 @@ def _check(model: Model, layers: dict[str, QuantizedLinear]) -> None:
             "describes one width for all of them; keep the artifact, or for an encoder export to onnx."
         )
     with torch.device("meta"):
-        plain = split_experts(type(model.network)(model.network.config))  # what stood where the packed layers stand now
+        original = split_experts(type(model.network)(model.network.config))  # the original modules
     for path, layer in layers.items():
-        kind, scheme = type(plain.get_submodule(path)).__name__, layer.scheme
-        if not isinstance(plain.get_submodule(path), nn.Linear):
-            raise FormatError(f"{path} is a {kind}, and compressed-tensors only knows Linear; keep the artifact.")
+        module_type, scheme = type(original.get_submodule(path)).__name__, layer.scheme
+        if not isinstance(original.get_submodule(path), nn.Linear):
+            raise FormatError(
+                f"{path} is a {module_type}, and compressed-tensors supports only Linear; keep the artifact."
+            )
         if scheme.hadamard:
             raise FormatError(
-                f"{path} rotates its inputs while it runs, which Smelt cannot write as compressed-tensors; quantize "
+                f"{path} rotates its inputs online, which Smelt cannot write as compressed-tensors; quantize "
                 "without that rotation."
             )
         if scheme.rank:
             raise FormatError(
-                f"{path} has low-rank factors beside its codes, for which compressed-tensors has no place; quantize "
+                f"{path} has low-rank factors beside its codes, which compressed-tensors cannot store; quantize "
                 "without them, or keep the artifact."
             )
 
@@ -126,30 +130,30 @@ def _check_groups(layer: QuantizedLinear, path: str) -> None:
     if size > 0 and layer.in_features % size:
         raise FormatError(
             f"the last group of {path} is shorter than the others, and compressed-tensors needs groups that divide its "
-            f"{layer.in_features} inputs; quantize with another group, or with -1."
+            f"{layer.in_features} inputs; quantize with another group_size, or -1."
         )
 
 
 def _check_expert(group: Arguments, path: str) -> None:
-    """transformers fuses the experts of a mixture, which it can do where scales are all there is beside the codes."""
+    """Raise unless transformers can fuse the experts of a mixture: it supports symmetric weights with scales only."""
     symmetric = group["weights"]["symmetric"] and group["format"] in (PACKED, FLOATS)
     if not symmetric or group["input_activations"] is not None:
         raise FormatError(
-            f"{path} belongs to an expert, and transformers reads experts only in symmetric integers or FP8, with "
-            "inputs that are not rounded; quantize so (symmetric: true), or keep the artifact."
+            f"{path} belongs to an expert, and transformers reads experts only as symmetric integers or FP8, with "
+            "unquantized inputs; quantize with symmetric: true, or keep the artifact."
         )
 
 
 def _quantization_config(groups: list[tuple[Arguments, list[str]]], plain: list[str]) -> dict[str, Any]:
-    """One group takes all linear layers that are not ignored; several name their layers."""
+    """Return the `quantization_config`: a single group targets all linear layers, several list their layers."""
     formats = sorted({group["format"] for group, _ in groups})
     return {
         "quant_method": COMPRESSED_TENSORS,
         "format": formats[0] if len(formats) == 1 else MIXED,
         "quantization_status": "compressed",
         "config_groups": {
-            f"group_{number}": {"targets": ["Linear"] if len(groups) == 1 else paths, **group}
-            for number, (group, paths) in enumerate(groups)
+            f"group_{index}": {"targets": ["Linear"] if len(groups) == 1 else paths, **group}
+            for index, (group, paths) in enumerate(groups)
         },
         "ignore": plain,
         "kv_cache_scheme": None,
@@ -158,11 +162,11 @@ def _quantization_config(groups: list[tuple[Arguments, list[str]]], plain: list[
 
 
 def _group(scheme: QuantizationScheme, path: str) -> Arguments:
-    """A scheme as the format says it."""
+    """Return the config group of a scheme."""
     if scheme.clip != 1.0 and not scheme.static:
         raise FormatError(
-            f"{path} clips the range of each input, which compressed-tensors cannot say; quantize with a clip of 1, or "
-            "with static inputs, whose scale holds it."
+            f"{path} clips the range of its inputs, which compressed-tensors cannot express; quantize with a clip "
+            "ratio of 1, or with static activations, whose scale includes it."
         )
     storage, weights = _weight_arguments(scheme.weight, scheme.inputs is not None, path)
     inputs = None if scheme.inputs is None else _input_arguments(scheme.inputs, scheme.static, path)
@@ -175,7 +179,7 @@ def _group(scheme: QuantizationScheme, path: str) -> Arguments:
 
 
 def _weight_arguments(form: Format, rounds_inputs: bool, path: str) -> tuple[str, Arguments]:
-    """How a weight is stored, and its arguments."""
+    """Return the storage format of a weight and its `QuantizationArgs`."""
     shared: Arguments = {"symmetric": True, "dynamic": False}
     groups = {"strategy": "group", "group_size": form.group_size} if form.group_size > 0 else {"strategy": "channel"}
     if type(form) is Integer and form.zero_dtype == "code":
@@ -197,17 +201,17 @@ def _why_not(form: Format) -> str:
     if isinstance(form, DenormalInteger):
         return f"whose two codes near zero no reader of compressed-tensors knows; {known}"
     if isinstance(form, Integer):
-        return f"whose zero points are fractions, and compressed-tensors has whole ones; {known}"
+        return f"whose zero points are not integers, as compressed-tensors needs; {known}"
     if form == FORMATS["nvfp4"]:
         return (
-            "and its inputs are rounded: compressed-tensors wants one global scale of the inputs for that, fixed "
-            "beforehand, which this model does not hold; quantize the weights only"
+            "and its inputs are quantized: compressed-tensors needs one static global scale of the inputs for that, "
+            "which this model does not have; quantize the weights only"
         )
     return f"for which compressed-tensors has no scheme; {known}"
 
 
 def _input_arguments(form: Format, static: bool, path: str) -> Arguments:
-    """The arguments of inputs: one fixed scale, or one taken from each token or block."""
+    """Return the `QuantizationArgs` of inputs: one static scale, or dynamic scales per token or block."""
     dynamic: Arguments = {"symmetric": True, "dynamic": not static}
     strategy = {PER_ROW: "token", PER_TENSOR: "tensor"}.get(form.group_size, "group")
     if form in _MX and not static:
@@ -218,18 +222,18 @@ def _input_arguments(form: Format, static: bool, path: str) -> Arguments:
     if type(form) is Scaled and form.elements == E4M3 and strategy != "group":
         return {"num_bits": 8, "type": "float", **dynamic, "strategy": strategy}
     raise FormatError(
-        f"{path} rounds its inputs to {format_name(form)}, for which compressed-tensors has no scheme here; use int8, "
+        f"{path} quantizes its inputs to {format_name(form)}, which compressed-tensors has no scheme for; use int8, "
         "fp8-e4m3 or mxfp4 inputs, or quantize the weights only."
     )
 
 
 def _is_packed(name: str, layers: dict[str, QuantizedLinear]) -> bool:
-    path, _, own = name.rpartition(".")
-    return path in layers and own != "bias"
+    path, _, tensor_name = name.rpartition(".")
+    return path in layers and tensor_name != "bias"
 
 
 def _tensors(network: nn.Module, layers: dict[str, QuantizedLinear]) -> dict[str, Tensor]:
-    """Everything as the format names it."""
+    """Return all tensors of the network under the names of the format."""
     tensors = {name: tensor for name, tensor in distinct_tensors(network).items() if not _is_packed(name, layers)}
     dtype = next(network.parameters()).dtype
     for path, layer in layers.items():
@@ -238,7 +242,7 @@ def _tensors(network: nn.Module, layers: dict[str, QuantizedLinear]) -> dict[str
 
 
 def layer_tensors(layer: QuantizedLinear, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of a layer as the format has them."""
+    """Return the tensors of a layer in the layout of the format."""
     form, stored = layer.scheme.weight, layer.packed.tensors
     storage, _ = _weight_arguments(form, layer.scheme.inputs is not None, "a layer")
     tensors: dict[str, Tensor] = {}
@@ -253,7 +257,7 @@ def layer_tensors(layer: QuantizedLinear, dtype: torch.dtype) -> dict[str, Tenso
     if storage == FLOATS:
         scale = scale.reshape(1) if form.group_size == PER_TENSOR else scale
         return {**tensors, "weight": stored["codes"].view(torch.float8_e4m3fn), "weight_scale": scale}
-    # A scale of a whole tensor is written once for every row: the same values, and every reader has that.
+    # A per-tensor scale is repeated for every row: the same values, and every reader supports it.
     tensors["weight_scale"] = scale.expand(layer.out_features, -1)
     zero = stored["zero"].squeeze(-1).expand(layer.out_features, -1) if "zero" in stored else None
     if storage == PACKED:
@@ -276,7 +280,7 @@ def _words(octets: Tensor) -> Tensor:  # uint8 [..., bytes] -> int32 [..., words
 
 
 def _in_type(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales in the type of the network, as the format has them, where that changes none; else in their own."""
+    """Cast scales to the dtype of the network, as the format expects, if that is exact; else keep their own."""
     cast = scale.to(dtype)
     return cast if torch.equal(cast.double(), scale.double()) else scale
 
@@ -286,15 +290,15 @@ def _notes(network: nn.Module, layers: dict[str, QuantizedLinear]) -> list[str]:
     notes = []
     scales = [layer.packed.tensors["scale"] for layer in layers.values() if layer.scheme.weight not in _MX]
     if any(_in_type(scale, dtype).dtype != dtype for scale in scales if scale.dtype.itemsize > 1):
-        kind = str(dtype).removeprefix("torch.")
+        dtype_name = str(dtype).removeprefix("torch.")
         notes.append(
-            f"scales do not fit into {kind}, the type of the model, and are written in their own; a reader that keeps "
-            f"them in {kind} rounds them (quantize with scales in {kind} to avoid that)."
+            f"scales are not exact in {dtype_name}, the dtype of the model, and keep their own; a reader that casts "
+            f"them to {dtype_name} rounds them (quantize with scales in {dtype_name} to avoid that)."
         )
     if dtype != torch.bfloat16 and any(layer.scheme.weight in (*_MX, FORMATS["nvfp4"]) for layer in layers.values()):
         notes.append(
-            "config.json says bfloat16, because readers decode four-bit floats to that; tensors are unchanged."
+            "config.json says bfloat16, because readers dequantize 4-bit floats to that; tensors are unchanged."
         )
     if any(layer.scheme.inputs is not None and not layer.scheme.static for layer in layers.values()):
-        notes.append("the scale of dynamic inputs follows the reader's own rule, which the format leaves open.")
+        notes.append("the format does not define how scales of dynamic inputs are computed: readers differ.")
     return notes

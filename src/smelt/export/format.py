@@ -12,7 +12,7 @@ from smelt.models.model import Model
 
 @dataclass(frozen=True)
 class Export:
-    """What was written: how many tensors of which kind, and what a user should know of it."""
+    """What was written: the number of tensors by type, and notes for the user."""
 
     kinds: dict[str, int]
     notes: list[str] = field(default_factory=list)
@@ -20,10 +20,10 @@ class Export:
 
 @dataclass(frozen=True)
 class ExportFormat(ABC):
-    """One format of the world outside. A subclass is a frozen dataclass; its fields are the options of the format."""
+    """An export format. Subclasses are frozen dataclasses; their fields are the options of the format."""
 
     name: ClassVar[str]
-    file: ClassVar[str | None] = None  # where the format is a single file: its name inside the folder
+    file: ClassVar[str | None] = None  # name inside the folder, if the format is a single file
 
     @abstractmethod
     def write(self, model: Model, folder: Path) -> Export:
@@ -31,4 +31,4 @@ class ExportFormat(ABC):
 
     @abstractmethod
     def verify(self, model: Model, folder: Path) -> None:
-        """Read the folder back and raise FormatError unless it holds the model."""
+        """Read the folder back and raise FormatError unless it contains the same model."""

@@ -1,7 +1,7 @@
-"""GGML's 32-weight blocks, written: levels and scales into bytes as they are, or weights rounded by the public rules.
+"""Write GGML blocks of 32 weights: pack levels and scales, or quantize weights by the public rules.
 
-The inverse of `models/gguf/blocks.py`, whose layouts it follows. Blocks are [blocks, 32]; element i and i + 16 share a
-byte. `lay_*` packs what is given, bit for bit; `round_*` chooses the scale from the weights first.
+The inverse of `models/gguf/blocks.py`, whose layouts it follows. Blocks are [blocks, 32]; elements i and i + 16 share a
+byte. `lay_*` packs levels and scales unchanged; `round_*` first computes them from the weights.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ def half(values: Floats) -> Bytes:  # [blocks] -> [blocks, 2]
 
 
 def nibbles(levels: NDArray[np.uint8]) -> Bytes:  # [..., 2 n] -> [..., n]
-    """The first half of the levels in the low bits, the second in the high ones."""
+    """Pack the first half of the levels into the low bits, the second into the high bits."""
     middle = levels.shape[-1] // 2
     return levels[..., :middle] | levels[..., middle:] << np.uint8(4)
 
 
 def lay_q4_0(levels: Levels, scale: Floats) -> Bytes:
-    """Levels from -8 to 7, times a scale."""
+    """Pack levels from -8 to 7 with a scale."""
     return np.concatenate([half(scale), nibbles((levels + 8).astype(np.uint8))], axis=1)
 
 
 def lay_q5_0(levels: Levels, scale: Floats) -> Bytes:
-    """Levels from -16 to 15, times a scale. The fifth bits lie in four bytes of their own."""
+    """Pack levels from -16 to 15 with a scale. The fifth bits are in four separate bytes."""
     raised = (levels + 16).astype(np.uint8)
     fifth = np.packbits(raised >> np.uint8(4), axis=1, bitorder="little")
     return np.concatenate([half(scale), fifth, nibbles(raised & np.uint8(15))], axis=1)
 
 
 def lay_q8_0(levels: Levels, scale: Floats) -> Bytes:
-    """Levels from -128 to 127, times a scale."""
+    """Pack levels from -128 to 127 with a scale."""
     return np.concatenate([half(scale), levels.astype(np.int8).view(np.uint8)], axis=1)
 
 
 def lay_q4_1(levels: Levels, scale: Floats, minimum: Floats) -> Bytes:
-    """Levels from 0 to 15, times a scale, plus a minimum."""
+    """Pack levels from 0 to 15 with a scale and a minimum."""
     return np.concatenate([half(scale), half(minimum), nibbles(levels.astype(np.uint8))], axis=1)
 
 
@@ -58,8 +58,8 @@ def round_q5_0(blocks: Floats) -> Bytes:
 
 
 def _round_signed(blocks: Floats, half_range: int, lay: Callable[[Levels, Floats], Bytes]) -> Bytes:
-    """The largest magnitude becomes the lowest level, of which there is one more than above zero; so the scale has the
-    opposite sign of that weight."""
+    """Map the weight of largest magnitude to the lowest level, as there is one more level below zero than above; the
+    scale therefore has the opposite sign of that weight."""
     largest = np.take_along_axis(blocks, np.abs(blocks).argmax(1)[:, None], 1)  # [blocks, 1], with its sign
     scale = largest / np.float32(-half_range)
     steps = blocks * _inverse(scale) + np.float32(half_range + 0.5)
@@ -77,7 +77,7 @@ def round_q4_1(blocks: Floats) -> Bytes:
 def round_q8_0(blocks: Floats) -> Bytes:
     scale = np.abs(blocks).max(1, keepdims=True) / np.float32(127)
     steps = blocks * _inverse(scale)
-    levels = np.trunc(steps + np.copysign(np.float32(0.5), steps))  # a half goes away from zero
+    levels = np.trunc(steps + np.copysign(np.float32(0.5), steps))  # round half away from zero
     return lay_q8_0(levels.astype(np.int16), scale[:, 0])
 
 

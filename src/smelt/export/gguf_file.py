@@ -1,6 +1,6 @@
-"""The GGUF container, version 3, written piece by piece: the inverse of `models/gguf/reader.py`.
+"""Write the GGUF container, version 3: the inverse of `models/gguf/reader.py`.
 
-The bytes of a tensor are made when its turn comes, so that a model is never in memory twice.
+Tensors are converted one at a time, so that the model is never in memory twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from smelt.models.gguf.blocks import FORMATS, BlockFormat, Bytes
 
 ALIGNMENT = 32
-_LONGEST_NAME = 63  # bytes; readers keep a name in 64 with its end
+_LONGEST_NAME = 63  # bytes; readers use 64 with the terminator
 _MAGIC, _VERSION = b"GGUF", 3
 _KINDS = {bool: (7, "<?"), int: (4, "<I"), float: (6, "<f")}
 _STRING, _ARRAY = 8, 9
@@ -44,7 +44,7 @@ class TensorToWrite:
 
 
 def write_gguf(path: Path, metadata: dict[str, Any], tensors: Sequence[TensorToWrite]) -> None:
-    """A file with these metadata (texts, numbers, truths, lists of texts, arrays of numbers) and tensors."""
+    """Write a file with metadata (strings, numbers, booleans, lists of strings, arrays of numbers) and tensors."""
     with path.open("wb") as file:
         file.write(_MAGIC + struct.pack("<IQQ", _VERSION, len(tensors), len(metadata)))
         for key, value in metadata.items():

@@ -1,8 +1,8 @@
-"""Packed layers as GGML blocks without rounding: whole levels times a step that a block's float16 can hold.
+"""Convert packed layers to GGML blocks exactly: integer levels times a float16 step.
 
 A group of any multiple of 32 becomes blocks of 32 with the same scale, which is exact. Levels from -8 to 7 are Q4_0, to
-15 Q5_0, to 127 Q8_0. A grid with zero points is Q4_1 where its minimum is a float16, else it has levels on both sides
-of zero and takes the next type: the bits grow, the weights do not change.
+15 Q5_0, to 127 Q8_0. Weights with zero points are Q4_1 if the minimum is a float16 number; otherwise their levels are
+signed and need the next larger type: more bits, the same weights.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from smelt.numerics.integer import DenormalInteger, Integer
 from smelt.numerics.scaled import Scaled, Ternary
 
 _RANGES = {"Q4_0": (8, lay_q4_0), "Q5_0": (16, lay_q5_0), "Q8_0": (128, lay_q8_0)}
-_WIDEST = 8  # element values are tried as eighths at most
+_WIDEST = 8  # element values are tried as multiples of 1/8 at most
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """A matrix as levels and steps, a step for each block of 32: which type holds it."""
+    """A matrix as levels, with one step per block of 32, and the type that represents it."""
 
     kind: str
     levels: Levels  # [rows, columns]
@@ -35,7 +35,7 @@ class Blocks:
     minimum: Floats | None = None  # of Q4_1, [rows, blocks of a row]
 
     def to_bytes(self, rows: Tensor | None = None) -> Bytes:
-        """The bytes, the rows in another order if one is given."""
+        """Return the bytes, with rows in the given order if any."""
         order = slice(None) if rows is None else rows.numpy()
         levels, step = self.levels[order].reshape(-1, BLOCK), self.step[order].reshape(-1)
         if self.minimum is not None:
@@ -44,14 +44,14 @@ class Blocks:
 
 
 def exact_blocks(path: str, layer: QuantizedLinear) -> Blocks:
-    """The blocks that hold a layer's very weights, or FormatError with what stands against it."""
+    """Return the blocks that represent a layer exactly, or raise FormatError with the reason."""
     form = layer.scheme.weight
     stored = {name: tensor.cpu() for name, tensor in layer.packed.tensors.items()}
     quantized = QuantizedTensor.from_packed(form, stored, layer.in_features)
     size = form.effective_group_size(layer.in_features)
     if size % BLOCK or layer.in_features % size:
         raise FormatError(
-            f"{path} has groups of {size}, and a block of GGUF has {BLOCK} weights; quantize with groups of "
+            f"{path} has groups of {size}, and a block of GGUF has {BLOCK} weights; quantize with a group_size of "
             f"{BLOCK} or a multiple of it, which must divide the {layer.in_features} inputs."
         )
     if has_fractions(layer):
@@ -60,27 +60,27 @@ def exact_blocks(path: str, layer: QuantizedLinear) -> Blocks:
     per_block = step.expand(layer.out_features, -1).repeat_interleave(size // BLOCK, dim=1)  # [rows, blocks of a row]
     if not torch.equal(per_block.half().float(), per_block):
         raise FormatError(
-            f"the scales of {path} are not float16 numbers, which is what GGUF holds; quantize with scales in float16 "
+            f"the scales of {path} are not float16 numbers, as GGUF needs; quantize with scales in float16 "
             f"(format {format_name(form).partition('@')[0]}@float16)."
         )
     lowest, highest = int(levels.min()), int(levels.max())
     shifted = _with_minimum(quantized, per_block, size)
     if shifted is not None and (lowest < -8 or highest > 7):
         return shifted
-    for kind, (reach, _) in _RANGES.items():
-        if -reach <= lowest and highest < reach:
+    for kind, (limit, _) in _RANGES.items():
+        if -limit <= lowest and highest < limit:
             return Blocks(kind, levels.to(torch.int16).numpy(), per_block.numpy())
-    raise FormatError(f"{path} has {form.bits} bits and zero points, more than Q8_0 holds; quantize it symmetrically.")
+    raise FormatError(f"{path} has {form.bits} bits and zero points, which exceeds Q8_0; quantize it symmetrically.")
 
 
 def has_fractions(layer: QuantizedLinear) -> bool:
-    """Whether its zero points are those of a GGUF file's minima."""
+    """Return whether the zero points are float32, converted from the minima of a GGUF file."""
     form = layer.scheme.weight
     return type(form) is Integer and form.zero_dtype == "float32"
 
 
 def _from_minimum(path: str, quantized: QuantizedTensor, size: int) -> Blocks:
-    """Codes of a GGUF file back to Q4_1: the zero point is that of a minimum in float16."""
+    """Convert codes from a GGUF file back to Q4_1, with zero points that come from float16 minima."""
     scale, zero = quantized.qparams.scale, quantized.qparams.zero
     assert zero is not None
     minimum = (-zero * scale).half().float()
@@ -90,14 +90,14 @@ def _from_minimum(path: str, quantized: QuantizedTensor, size: int) -> Blocks:
         or not torch.equal(-minimum / scale, zero)
     ):
         raise FormatError(
-            f"{path} is in {format_name(quantized.format)}, and Q4_1 holds four bits with minima in float16."
+            f"{path} is in {format_name(quantized.format)}, and Q4_1 has four bits with minima in float16."
         )
     step, minimum = (tensor.squeeze(-1).repeat_interleave(size // BLOCK, dim=1) for tensor in (scale, minimum))
     return Blocks("Q4_1", quantized.codes.to(torch.int16).numpy(), step.numpy(), minimum.numpy())
 
 
 def _levels(path: str, quantized: QuantizedTensor) -> tuple[Tensor, Tensor]:
-    """Whole levels [rows, columns] and the step between them [rows or 1, groups]."""
+    """Return integer levels [rows, columns] and the step between them [rows or 1, groups]."""
     form, grid = quantized.format, quantized.qparams
     columns, size = quantized.codes.shape[-1], quantized.format.effective_group_size(quantized.codes.shape[-1])
     codes = quantized.codes.unflatten(-1, (-1, size))
@@ -109,14 +109,14 @@ def _levels(path: str, quantized: QuantizedTensor) -> tuple[Tensor, Tensor]:
         levels, step = form.elements.decode(codes) * parts, grid.scale / parts  # type: ignore[attr-defined]
     else:
         raise FormatError(
-            f"{path} is in {format_name(form)}, whose values are not whole multiples of a float16; GGUF takes int2 to "
-            "int8, dint, ternary and mxfp4 as they are, or export the unquantized model with --type."
+            f"{path} is in {format_name(form)}, whose values are not integer multiples of a float16; GGUF supports "
+            "int2 to int8, dint, ternary and mxfp4, or export the unquantized model with --type."
         )
     return levels.flatten(-2)[..., :columns], step.squeeze(-1)
 
 
 def _parts(form: Scaled) -> int:
-    """Into how many parts one must be cut for every element value to be whole; 0 where that is too many."""
+    """Return the smallest factor that makes every element value an integer; 0 if none is small enough."""
     values = torch.tensor([value for value in form.elements.values if value == value])
     fitting = (parts for parts in (1, 2, 4, _WIDEST) if bool((values * parts == (values * parts).round()).all()))
     parts = next(fitting, 0)
@@ -124,7 +124,7 @@ def _parts(form: Scaled) -> int:
 
 
 def _with_minimum(quantized: QuantizedTensor, per_block: Tensor, size: int) -> Blocks | None:
-    """As Q4_1, where codes of at most four bits have zero points whose minimum is exactly a float16."""
+    """Return Q4_1 blocks if the codes have at most four bits and every minimum is exactly a float16; else None."""
     form, grid = quantized.format, quantized.qparams
     if type(form) is not Integer or form.symmetric or form.bits > 4 or grid.zero is None:
         return None

@@ -1,4 +1,4 @@
-"""What GGUF says of a network besides its tensors: the config as pairs, and the refusal of what has no key."""
+"""GGUF metadata of a network: the config as key-value pairs, and errors for what GGUF cannot express."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ _BIASED = {"qwen2": ("q_proj", "k_proj", "v_proj")}  # the biases that an archit
 
 
 def checked_config(model: Model) -> dict[str, Any]:
-    """The config of a network that GGUF can express, with what it leaves open filled in."""
+    """Return the config of a network with its defaults filled in, or raise FormatError if GGUF cannot express it."""
     if model.task != "language":
-        raise FormatError(f"GGUF is for language models here, and this is {model.task}; an encoder goes to onnx.")
+        raise FormatError(f"GGUF export is for language models, and this is {model.task}; export an encoder to onnx.")
     fields = layer_fields(model.anatomy)
     config = {**plain_config(model.network), **fields}
-    kind = config["model_type"]
-    if kind not in _ARCHITECTURES:
+    model_type = config["model_type"]
+    if model_type not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
-        raise FormatError(f"Smelt writes {known} networks as GGUF, not {kind}; keep the artifact.")
+        raise FormatError(f"Smelt writes {known} networks as GGUF, not {model_type}; keep the artifact.")
     if "per_layer_config" in fields:
         raise FormatError(
             "the layers of this model have different widths or biases that a repair added, and GGUF is read with one "
             "width for all of them; keep the artifact."
         )
     if config.get("hidden_act", "silu") != "silu":
-        raise FormatError(f"GGUF's {kind} has the activation silu, not {config['hidden_act']}; keep the artifact.")
-    _check_layers(model, kind)
+        raise FormatError(
+            f"GGUF's {model_type} has the activation silu, not {config['hidden_act']}; keep the artifact."
+        )
+    _check_layers(model, model_type)
     config["head_dim"] = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     config["max_position_embeddings"] = _context(config)
     _check_rotary(config["rope_parameters"])
@@ -42,57 +44,59 @@ def checked_config(model: Model) -> dict[str, Any]:
 
 
 def differing(config: dict[str, Any], read: PreTrainedConfig) -> list[str]:
-    """The fields in which a config read from a file differs from that of the model; the file has float32 numbers."""
-    whole = (
+    """Return the fields in which a config read from a file differs from the model's; the file has float32 numbers."""
+    exact_fields = (
         *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
         *("head_dim", "max_position_embeddings", "vocab_size", "tie_word_embeddings"),
     )
-    wrong = [name for name in whole if getattr(read, name) != config[name]]
+    mismatched = [name for name in exact_fields if getattr(read, name) != config[name]]
     pairs = [("rms_norm_eps", config["rms_norm_eps"], read.rms_norm_eps)]
     pairs += [(name, config["rope_parameters"].get(name), value) for name, value in read.rope_parameters.items()]
-    for name, mine, other in pairs:
-        same = mine == other if isinstance(mine, str) else bool(np.isclose(mine, other, rtol=1e-6, atol=0))
-        wrong += [] if same else [name]
-    return wrong
+    for name, expected, actual in pairs:
+        same = (
+            expected == actual if isinstance(expected, str) else bool(np.isclose(expected, actual, rtol=1e-6, atol=0))
+        )
+        mismatched += [] if same else [name]
+    return mismatched
 
 
 def _check_layers(model: Model, kind: str) -> None:
     for path, layer in quantized_layers(model.network).items():
         if layer.scheme.hadamard:
-            raise FormatError(f"{path} rotates its inputs while it runs, which GGUF has no word for; quantize without.")
+            raise FormatError(f"{path} rotates its inputs online, which GGUF cannot express; quantize without.")
         if layer.scheme.rank:
-            raise FormatError(f"{path} has low-rank factors beside its codes, for which GGUF has no place.")
+            raise FormatError(f"{path} has low-rank factors beside its codes, which GGUF cannot store.")
     known = {*OUTER_NAMES.values()}
     inner = {*BLOCK_NAMES.values()}
     for name in distinct_tensors(model.network):
         path, _, part = name.rpartition(".")
-        place = path.partition("layers.")[2].partition(".")[2]
-        if not {name, f"{path}.weight"} & known and place not in inner:
+        name_in_block = path.partition("layers.")[2].partition(".")[2]
+        if not {name, f"{path}.weight"} & known and name_in_block not in inner:
             raise FormatError(f"GGUF's {kind} has no tensor for {name}; keep the artifact.")
         if part == "bias" and not path.endswith(_BIASED.get(kind, ())):
             raise FormatError(f"GGUF's {kind} is read without the bias {name}; keep the artifact.")
 
 
 def _context(config: dict[str, Any]) -> int:
-    """Within a sliding window attention is the same as without one, so the window is the context."""
+    """Return the context length: with a sliding window at most the window, within which attention is the same."""
     longest, window = int(config["max_position_embeddings"]), config.get("sliding_window")
     return longest if window is None or not config.get("use_sliding_window", True) else min(longest, int(window))
 
 
 def _check_rotary(rotary: dict[str, Any]) -> None:
-    kind = rotary.get("rope_type")
+    rope_type = rotary.get("rope_type")
     if rotary.get("partial_rotary_factor", 1.0) != 1.0:
-        raise FormatError("only a part of each head is rotated, which GGUF is not read with here; keep the artifact.")
-    known = kind in ("default", "linear", "yarn") or (kind == "llama3" and LLAMA3.items() <= rotary.items())
+        raise FormatError("this model rotates only a part of each head, which GGUF readers ignore; keep the artifact.")
+    known = rope_type in ("default", "linear", "yarn") or (rope_type == "llama3" and LLAMA3.items() <= rotary.items())
     if not known:
-        raise FormatError(f"rotary positions of the kind {kind!r} with these values have no place in GGUF here.")
+        raise FormatError(f"RoPE of type {rope_type!r} with these values cannot be written as GGUF; keep the artifact.")
 
 
 def network_metadata(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """The pairs that describe the network."""
-    kind, rotary = _ARCHITECTURES[config["model_type"]], config["rope_parameters"]
+    """Return the metadata that describes the network."""
+    architecture, rotary = _ARCHITECTURES[config["model_type"]], config["rope_parameters"]
     head_dim = int(config["head_dim"])
-    own = {
+    fields = {
         "context_length": int(config["max_position_embeddings"]),
         "embedding_length": int(config["hidden_size"]),
         "block_count": int(config["num_hidden_layers"]),
@@ -107,12 +111,12 @@ def network_metadata(config: dict[str, Any], source: str) -> dict[str, Any]:
         "vocab_size": int(config["vocab_size"]),
     }
     if rotary["rope_type"] in ("linear", "yarn"):
-        own |= {"rope.scaling.type": rotary["rope_type"], "rope.scaling.factor": float(rotary["factor"])}
+        fields |= {"rope.scaling.type": rotary["rope_type"], "rope.scaling.factor": float(rotary["factor"])}
     if rotary["rope_type"] == "yarn":
-        own["rope.scaling.original_context_length"] = int(rotary["original_max_position_embeddings"])
+        fields["rope.scaling.original_context_length"] = int(rotary["original_max_position_embeddings"])
     name = source.rstrip("/").rpartition("/")[2] or "model"
     return {
-        "general.architecture": kind,
+        "general.architecture": architecture,
         "general.name": name,
-        **{f"{kind}.{key}": value for key, value in own.items()},
+        **{f"{architecture}.{key}": value for key, value in fields.items()},
     }

@@ -1,9 +1,8 @@
-"""GGML's K formats, written: super-blocks of 256 weights whose scales are themselves in few bits.
+"""Quantize to GGML's K formats: super-blocks of 256 weights with quantized scales.
 
-Scales are searched, not read off the extremes: several step sizes are tried, each followed by the weighted least
-squares fit of scale (and minimum) to the levels it gives, and the one of least weighted error is kept. Then the scales
-of a super-block are rounded to their few bits, and the levels taken anew. The rules and constants are those of the
-public GGML format.
+Scales are searched instead of taken from the extremes: several step sizes are tried, each followed by a weighted least
+squares fit of scale (and minimum) to the resulting levels, and the one of least weighted error is kept. Then the scales
+of a super-block are quantized and the levels recomputed. The rules and constants are those of the public GGML format.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ _AT_ONCE = 1024  # super-blocks; the temporary arrays then stay in cache
 
 
 def round_q4_k(blocks: Floats) -> Bytes:  # [super-blocks, 256] -> [super-blocks, 144]
-    """`d * scale * level - dmin * minimum`, eight groups of 32 with scale and minimum in six bits."""
+    """Quantize to `d * scale * level - dmin * minimum`: eight groups of 32, 6-bit scales and minima."""
     return _in_pieces(blocks, _q4_k)
 
 
 def round_q6_k(blocks: Floats) -> Bytes:  # [super-blocks, 256] -> [super-blocks, 210]
-    """`d * scale * level`, sixteen groups of 16 with scales in eight bits, levels from -32 to 31."""
+    """Quantize to `d * scale * level`: sixteen groups of 16, 8-bit scales, levels from -32 to 31."""
     return _in_pieces(blocks, _q6_k)
 
 
@@ -48,12 +47,12 @@ def _q4_k(blocks: Floats) -> Bytes:
 
 
 def _searched_range(x: Floats) -> tuple[Floats, Floats]:
-    """Scale and (negated) minimum of each group [..., 32], both at least zero: [..., groups] each."""
+    """Return scale and negated minimum of each group [..., 32], both at least zero: [..., groups] each."""
     weight = np.sqrt((x * x).mean(-1, keepdims=True)) + np.abs(x)
     low, high = np.minimum(x.min(-1, keepdims=True), 0), x.max(-1, keepdims=True)
     span = high - low
     best_scale, best_low = np.maximum(span / 15, 0), low
-    least = _error(x, weight, np.clip(np.rint(_over(x - low, best_scale)), 0, 15), best_scale, best_low)
+    best_error = _error(x, weight, np.clip(np.rint(_over(x - low, best_scale)), 0, 15), best_scale, best_low)
     total, total_x = weight.sum(-1, keepdims=True), _sum(weight, x)
     for attempt in range(21):
         levels = np.clip(np.rint((x - low) * _over(np.float32(14 + 0.1 * attempt), span)), 0, 15)
@@ -64,9 +63,9 @@ def _searched_range(x: Floats) -> tuple[Floats, Floats]:
         scale = np.where(shift > 0, _over(cross, second), scale)  # the minimum is not above zero
         shift = np.minimum(shift, 0)
         error = _error(x, weight, levels, scale, shift)
-        better = (error < least) & (determinant > 0)
+        better = (error < best_error) & (determinant > 0)
         best_scale, best_low = np.where(better, scale, best_scale), np.where(better, shift, best_low)
-        least = np.where(better, error, least)
+        best_error = np.where(better, error, best_error)
     return best_scale[..., 0].astype(np.float32), -best_low[..., 0].astype(np.float32)
 
 
@@ -76,22 +75,22 @@ def _error(x: Floats, weight: Floats, levels: Floats, scale: Floats, low: Floats
 
 
 def _sum(*factors: Floats) -> Floats:  # [..., group] each -> [..., 1]
-    """Over a group, of the product."""
+    """Sum the product of the factors over a group."""
     letters = ",".join(["...i"] * len(factors))
     total: Floats = np.einsum(f"{letters}->...", *factors)
     return total[..., None]
 
 
 def _few_bits(values: Floats, top: int) -> tuple[Floats, Floats]:
-    """Values [..., groups], none below zero, as one number times whole ones up to `top`."""
+    """Quantize non-negative values [..., groups] to one scale times integers up to `top`."""
     largest = values.max(-1, keepdims=True)
-    whole = np.minimum(np.rint(values * _over(np.float32(top), largest)), top)
-    return (largest / np.float32(top)).astype(np.float32), whole.astype(np.float32)
+    levels = np.minimum(np.rint(values * _over(np.float32(top), largest)), top)
+    return (largest / np.float32(top)).astype(np.float32), levels.astype(np.float32)
 
 
 def _six_bits(scales: Floats, lows: Floats) -> Bytes:  # two of [super-blocks, 8] -> [super-blocks, 12]
-    """The first four of each in the low six bits of bytes 0-7; of the others the low halves in bytes 8-11, the upper
-    two bits in what is free above the first four."""
+    """Pack 6-bit scales and minima: the first four of each in the low six bits of bytes 0-7; of the last four, the low
+    four bits in bytes 8-11 and the upper two in the free bits of bytes 0-7."""
     s, m = scales.astype(np.uint8), lows.astype(np.uint8)
     first = s[:, :4] | (s[:, 4:] >> 4 << 6)
     second = m[:, :4] | (m[:, 4:] >> 4 << 6)
@@ -114,8 +113,8 @@ def _q6_k(blocks: Floats) -> Bytes:
 
 
 def _searched_scale(x: Floats) -> Floats:
-    """The scale of each group [..., 16] that fits levels from -32 to 31 best, errors weighted by the square: with the
-    sign that gives the largest magnitude the lowest level."""
+    """Return the best scale of each group [..., 16] for levels from -32 to 31, errors weighted by the squared weight.
+    Its sign maps the weight of largest magnitude to the lowest level."""
     weight = x * x
     largest = np.take_along_axis(x, np.abs(x).argmax(-1)[..., None], -1)
     best, gain = np.zeros_like(largest), np.zeros_like(largest)
@@ -133,7 +132,7 @@ def _as_half(values: Floats) -> Floats:
 
 
 def _over(top: NDArray[np.float32] | np.float32, bottom: Floats) -> Floats:
-    """Their quotient, and zero where that does not exist."""
+    """Divide, with zero where the quotient is not finite."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         quotient: Floats = np.asarray(top / bottom, dtype=np.float32)
     quotient[~np.isfinite(quotient)] = 0

@@ -1,7 +1,7 @@
-"""A fast tokenizer as GGUF metadata: byte-level BPE (`gpt2`) or SentencePiece BPE with byte fallback (`llama`).
+"""Fast tokenizers as GGUF metadata: byte-level BPE (`gpt2`) or SentencePiece BPE with byte fallback (`llama`).
 
-The inverse of `models/gguf/tokenizer.py`. GGUF names the rule that cuts text into words and does not hold it, so the
-rule is recognized by what it does to a text on which the known ones differ.
+The inverse of `models/gguf/tokenizer.py`. GGUF names the pre-tokenizer but does not contain it, so it is recognized by
+its output on a text on which the known ones differ.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _UNUSED, _BYTE = 5, 6
 _RULES = ("smollm", "gpt-2", "qwen2", "llama-bpe")
 _INSTEAD = "export with --no-tokenizer to leave it out, and keep the original beside the file"
 
-# Digits, contractions in both cases, runs of spaces and line ends, marks, letters beyond ASCII, a composed accent.
+# Digits, contractions in both cases, runs of spaces and newlines, punctuation, non-ASCII letters, a combining accent.
 PROBE = (
     "Hello world! It's 12345 o'clock, I'LL see you'd\n\n  two  spaces\tTab \u00fcn\u00efc\u00f6d\u00e9 e\u0301 "
     "\u65e5\u672c\u8a9e \U0001f642 x = a_b[3] // 2.5e-10;\r\nEND   "
@@ -29,16 +29,16 @@ PROBE = (
 
 
 def tokenizer_metadata(tokenizer: PreTrainedTokenizerBase, size: int) -> dict[str, Any]:
-    """The metadata of a tokenizer for a network with `size` tokens, or FormatError where GGUF has no words for it."""
+    """Return the metadata of a tokenizer for a vocabulary of `size`, or raise FormatError if GGUF cannot express it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     plain = json.loads(backend.to_str()) if backend is not None else {}
     model = plain.get("model", {})
     if model.get("type") != "BPE":
-        raise FormatError(f"GGUF holds BPE tokenizers, and this one is {model.get('type')}; {_INSTEAD}.")
-    tokens, kinds = _tokens(tokenizer, size, bool(model.get("byte_fallback")))
-    known = {
+        raise FormatError(f"GGUF export supports BPE tokenizers, and this one is {model.get('type')}; {_INSTEAD}.")
+    tokens, token_types = _tokens(tokenizer, size, bool(model.get("byte_fallback")))
+    shared = {
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": np.array(kinds, dtype=np.int32),
+        "tokenizer.ggml.token_type": np.array(token_types, dtype=np.int32),
         **_special(tokenizer),
     }
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", [])]
@@ -46,56 +46,56 @@ def tokenizer_metadata(tokenizer: PreTrainedTokenizerBase, size: int) -> dict[st
         return {
             "tokenizer.ggml.model": "llama",
             "tokenizer.ggml.pre": "default",
-            **known,
+            **shared,
             **_pieces(tokens, merges, backend),
         }
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": _rule(backend),
-        **known,
+        **shared,
         "tokenizer.ggml.merges": merges,
     }
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, size: int, pieces: bool) -> tuple[list[str], list[int]]:
-    """Every token and its kind; numbers that the network has and the tokenizer does not are unused."""
-    tokens, kinds = [f"[PAD{number}]" for number in range(size)], [_UNUSED] * size
+    """Return every token and its type; ids beyond the tokenizer's vocabulary are marked unused."""
+    tokens, token_types = [f"[PAD{token_id}]" for token_id in range(size)], [_UNUSED] * size
     added = tokenizer.added_tokens_decoder
-    for token, number in tokenizer.get_vocab().items():
-        if number >= size:
-            raise FormatError(f"the tokenizer has the token {number}, and the network only {size}; {_INSTEAD}.")
-        tokens[number], kinds[number] = token, NORMAL
+    for token, token_id in tokenizer.get_vocab().items():
+        if token_id >= size:
+            raise FormatError(f"the tokenizer has a token id {token_id}, and the network only {size}; {_INSTEAD}.")
+        tokens[token_id], token_types[token_id] = token, NORMAL
         if re.fullmatch("<0x[0-9A-F]{2}>", token):
-            kinds[number] = _BYTE
-        if number in added:
-            kinds[number] = CONTROL if added[number].special else USER_DEFINED
+            token_types[token_id] = _BYTE
+        if token_id in added:
+            token_types[token_id] = CONTROL if added[token_id].special else USER_DEFINED
         if pieces and token == tokenizer.unk_token:
-            kinds[number] = UNKNOWN
-    return tokens, kinds
+            token_types[token_id] = UNKNOWN
+    return tokens, token_types
 
 
 def _special(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     roles = {"bos": "bos_token_id", "eos": "eos_token_id", "unknown": "unk_token_id", "padding": "pad_token_id"}
     ids = {role: getattr(tokenizer, name, None) for role, name in roles.items()}
-    found: dict[str, Any] = {
-        f"tokenizer.ggml.{role}_token_id": number for role, number in ids.items() if number is not None
+    metadata: dict[str, Any] = {
+        f"tokenizer.ggml.{role}_token_id": token_id for role, token_id in ids.items() if token_id is not None
     }
     example = tokenizer("a")["input_ids"]
-    found["tokenizer.ggml.add_bos_token"] = ids["bos"] is not None and example[0] == ids["bos"]
-    found["tokenizer.ggml.add_eos_token"] = ids["eos"] is not None and example[-1] == ids["eos"]
+    metadata["tokenizer.ggml.add_bos_token"] = ids["bos"] is not None and example[0] == ids["bos"]
+    metadata["tokenizer.ggml.add_eos_token"] = ids["eos"] is not None and example[-1] == ids["eos"]
     if isinstance(tokenizer.chat_template, str):
-        found["tokenizer.chat_template"] = tokenizer.chat_template
-    return found
+        metadata["tokenizer.chat_template"] = tokenizer.chat_template
+    return metadata
 
 
 def _rule(backend: Any) -> str:
-    """The name of the rule that cuts text into words as this tokenizer does."""
-    cuts = _words(backend.pre_tokenizer) if backend.pre_tokenizer is not None else []
+    """Return the GGUF name of the tokenizer's pre-tokenizer."""
+    words = _words(backend.pre_tokenizer) if backend.pre_tokenizer is not None else []
     for name in _RULES:
-        if _words(pre_tokenizers.Sequence(word_splits(name))) == cuts:
+        if _words(pre_tokenizers.Sequence(word_splits(name))) == words:
             return name
     raise FormatError(
-        f"the tokenizer cuts text into words by a rule for which Smelt knows no name in GGUF (it knows "
+        f"the tokenizer has a pre-tokenizer for which Smelt knows no name in GGUF (it knows "
         f"{', '.join(_RULES)}); {_INSTEAD}."
     )
 
@@ -105,10 +105,10 @@ def _words(rule: Any) -> list[str]:
 
 
 def _pieces(tokens: list[str], merges: list[str], backend: Any) -> dict[str, Any]:
-    """SentencePiece has a score for each piece in place of merges: the earlier a piece is merged, the higher."""
+    """Return SentencePiece scores, which replace merges: the earlier a token is merged, the higher its score."""
     rank: dict[str, int] = {}
-    for number, merge in enumerate(merges):
-        rank.setdefault(merge.replace(" ", "", 1), number)
+    for index, merge in enumerate(merges):
+        rank.setdefault(merge.replace(" ", "", 1), index)
     scores = np.array([-float(rank.get(token, 0)) for token in tokens], dtype=np.float32)
     first = backend.encode("a", add_special_tokens=False).tokens[0]
     return {"tokenizer.ggml.scores": scores, "tokenizer.ggml.add_space_prefix": first.startswith("▁")}

@@ -1,8 +1,8 @@
-"""ONNX, for encoders: the network traced by PyTorch's exporter with free batch and length.
+"""ONNX for encoders: the network traced by PyTorch's exporter with dynamic batch size and sequence length.
 
-What was pruned is traced as it is. A layer of eight-bit integers, one scale a row, keeps its codes: they are an
-initializer of the graph, and `DequantizeLinear` makes the matrix of them. Inputs rounded with one fixed scale pass
-through `QuantizeLinear` and back. ONNX has no words for the other formats that all runtimes read, so they are refused.
+Pruned networks are traced with their actual shapes. An int8 layer with per-row scales keeps its codes: they are an
+initializer of the graph, followed by `DequantizeLinear`. Static input quantization becomes a `QuantizeLinear` and
+`DequantizeLinear` pair. Other formats have no ONNX operators that all runtimes support, and are refused.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from smelt.numerics.integer import Integer
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 OPSET = 20
-TOLERANCE = 1e-4  # of the largest output, or of one
-_SHAPES = ((2, 24), (3, 7))  # batch and length: what is traced, and another one
+TOLERANCE = 1e-4  # relative to the largest output, or to 1
+_SHAPES = ((2, 24), (3, 7))  # (batch, length): traced, and another one to verify
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Onnx(ExportFormat):
     def write(self, model: Model, folder: Path) -> Export:
         _check(model)
         network = copy.deepcopy(model.network).cpu().float()
-        for place, layer in quantized_layers(network).items():
-            replace_module(network, place, _IntegerLayer(layer, place))
+        for layer_path, layer in quantized_layers(network).items():
+            replace_module(network, layer_path, _IntegerLayer(layer, layer_path))
         names, example = zip(*_inputs(model, *_SHAPES[0]).items(), strict=True)
         path = folder / "model.onnx"
         try:
@@ -74,11 +74,11 @@ class Onnx(ExportFormat):
     def _notes(self, model: Model) -> list[str]:
         notes = []
         if next(model.network.parameters()).dtype != torch.float32:
-            notes.append("the graph computes in float32, whatever the model was in.")
+            notes.append("the graph computes in float32, whatever the dtype of the model.")
         if quantized_layers(model.network):
             notes.append(
-                "onnxruntime may round the inputs of eight-bit layers to eight bits for speed; its session option "
-                "session.qdq_matmulnbits_accuracy_level = 1 keeps them."
+                "onnxruntime may quantize the inputs of 8-bit layers to 8 bits for speed; its session option "
+                "session.qdq_matmulnbits_accuracy_level = 1 prevents that."
             )
         return notes
 
@@ -89,22 +89,24 @@ class Onnx(ExportFormat):
         onnx.checker.check_model(str(folder / "model.onnx"))
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
-        options.add_session_config_entry("session.disable_quant_qdq", "1")  # what the graph says, not a faster version
+        options.add_session_config_entry(
+            "session.disable_quant_qdq", "1"
+        )  # verify the graph itself, not an optimized version
         session = onnxruntime.InferenceSession(str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
         network = copy.deepcopy(model.network).cpu().float()
         for batch, length in _SHAPES:
             inputs = _inputs(model, batch, length)
             with torch.no_grad():
                 expected = network(**inputs)[0]
-            found = torch.from_numpy(session.run(None, {name: t.numpy() for name, t in inputs.items()})[0])
+            actual = torch.from_numpy(session.run(None, {name: t.numpy() for name, t in inputs.items()})[0])
             largest = max(1.0, float(expected.abs().max()))
-            far = found.shape != expected.shape or float((found - expected).abs().max()) > TOLERANCE * largest
-            if far or not bool(found.isfinite().all()):
+            differs = actual.shape != expected.shape or float((actual - expected).abs().max()) > TOLERANCE * largest
+            if differs or not bool(actual.isfinite().all()):
                 raise FormatError(f"the export could not be verified: another output for {batch} inputs of {length}.")
 
 
 class _FirstOutput(nn.Module):
-    """Tensors in, the network's first output: what a graph has for inputs and outputs."""
+    """Wrap a network to take positional tensors and return its first output, as a graph needs."""
 
     def __init__(self, network: nn.Module, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -116,16 +118,16 @@ class _FirstOutput(nn.Module):
 
 
 class _IntegerLayer(nn.Module):
-    """A quantized layer in the operators of ONNX. It can be traced, and not run."""
+    """A quantized layer in ONNX operators. It can be traced but not run."""
 
     def __init__(self, layer: QuantizedLinear, path: str) -> None:
         super().__init__()
         form, scheme = layer.scheme.weight, layer.scheme
-        whole = form.group_size in (PER_ROW, PER_TENSOR)
-        if type(form) is not Integer or form.bits != 8 or form.zero_dtype != "code" or not whole:
+        ungrouped = form.group_size in (PER_ROW, PER_TENSOR)
+        if type(form) is not Integer or form.bits != 8 or form.zero_dtype != "code" or not ungrouped:
             raise FormatError(
-                f"{path} is in {format_name(form)}, and ONNX's DequantizeLinear takes eight-bit integers with a scale "
-                "a row here; quantize to int8 with group -1, or export the unquantized model."
+                f"{path} is in {format_name(form)}, and ONNX export supports 8-bit integers with per-row scales "
+                "only; quantize to int8 with group_size -1, or export the unquantized model."
             )
         if scheme.hadamard or scheme.rank or scheme.clip != 1:
             raise FormatError(
@@ -135,8 +137,8 @@ class _IntegerLayer(nn.Module):
         fixed = type(inputs) is Integer and inputs.bits == 8 and inputs.symmetric and scheme.static
         if inputs is not None and not fixed:
             raise FormatError(
-                f"{path} rounds its inputs to {format_name(inputs)} with a scale for each of them, and ONNX has only "
-                "fixed scales; quantize with `inputs: int8` and `static: true`, or the weights only."
+                f"{path} quantizes its inputs to {format_name(inputs)} with dynamic scales, and ONNX export supports "
+                "only static ones; use `input_activations: int8` and `static_activations: true`, or the weights only."
             )
         stored = layer.packed.tensors
         rows = layer.out_features
@@ -170,12 +172,13 @@ def _check(model: Model) -> None:
         raise FormatError(f"an export to onnx needs {', '.join(missing)}: install them with `pip install smelt[onnx]`.")
     if model.task == "language":
         raise FormatError(
-            "ONNX is written for encoders here, and this model generates text; export it to gguf or compressed-tensors."
+            "ONNX export is for encoders, and this model generates text; export it to gguf or compressed-tensors."
         )
 
 
 def _inputs(model: Model, batch: int, length: int) -> dict[str, Tensor]:
-    """Inputs of that size; the last row of a text is padded, and there are token types where the network reads them."""
+    """Return example inputs of this shape; text has padding in its last row, and token types if the network reads
+    them."""
     inputs = probe(model, batch, length)
     if "attention_mask" in inputs:
         inputs["attention_mask"][-1, -2:] = 0
@@ -186,16 +189,16 @@ def _inputs(model: Model, batch: int, length: int) -> dict[str, Tensor]:
 
 
 def _free(tensor: Tensor) -> dict[int, Any]:
-    """The dimensions of an input that stay open: of an image the batch only."""
+    """Return the dynamic dimensions of an input: for an image only the batch."""
     batch, length = torch.export.Dim("batch"), torch.export.Dim("length")
     return {0: batch, 1: length} if tensor.dim() == 2 else {0: batch}
 
 
 def _forget_origin(program: Any) -> None:
-    """The exporter notes where in the source every node came from: paths of this machine, and most of the file."""
+    """Remove the exporter's source locations: they contain paths of this machine and are most of the file."""
     graph = program.model.graph
-    for whole in (program.model, graph):
-        whole.metadata_props.clear()
+    for owner in (program.model, graph):
+        owner.metadata_props.clear()
     for node in graph.all_nodes():
         node.metadata_props.clear()
         for value in node.outputs:
@@ -209,7 +212,7 @@ def _output_name(model: Model) -> str:
 
 
 def _kinds(path: Path) -> dict[str, int]:
-    """How many initializers there are of each number type."""
+    """Return the number of initializers by data type."""
     import onnx
 
     graph = onnx.load(str(path), load_external_data=False).graph
@@ -218,7 +221,7 @@ def _kinds(path: Path) -> dict[str, int]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter tells of packages that it could use and of functions that will go; neither is the user's concern."""
+    """Silence the exporter's notes about optional packages and deprecations, which do not concern the user."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""One way from a model to a folder for others: load, write into a temporary folder, read it back, give it its name."""
+"""Run an export: load the model, write into a temporary folder, read it back, move it into place."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ EXPORTS: dict[str, type[ExportFormat]] = {export.name: export for export in (Com
 def export(model: Model | str | Path, to: str, folder: str | Path, **options: Any) -> dict[str, Any]:
     """Write a model in another program's format, verify it by reading it back, and report what was written.
 
-    A format that is a single file (GGUF) is also written without a folder around it, where the name says so.
+    A single-file format (GGUF) is written without a folder if `folder` has the extension of the format.
     """
-    out, chosen = Path(folder), _format(to, options)
-    if out.exists():
-        raise FormatError(f"{out} exists already; choose another name or remove it.")
-    check_writable(out)
+    target, export_format = Path(folder), _format(to, options)
+    if target.exists():
+        raise FormatError(f"{target} exists already; choose another name or remove it.")
+    check_writable(target)
     if not isinstance(model, Model):
         model = load(model)
-    alone = chosen.file is not None and out.suffix == Path(chosen.file).suffix
-    with _single_file(out, str(chosen.file)) if alone else atomic_folder(out) as temporary:
-        written = chosen.write(model, temporary)
-        chosen.verify(model, temporary)
+    single_file = export_format.file is not None and target.suffix == Path(export_format.file).suffix
+    with _single_file(target, str(export_format.file)) if single_file else atomic_folder(target) as temporary:
+        written = export_format.write(model, temporary)
+        export_format.verify(model, temporary)
         files = {
             str(file.relative_to(temporary)): file.stat().st_size
             for file in sorted(temporary.rglob("*"))
@@ -44,7 +44,7 @@ def export(model: Model | str | Path, to: str, folder: str | Path, **options: An
     return {
         "source": model.source,
         "format": to,
-        "out": str(out),
+        "out": str(target),
         "tensors": written.kinds,
         "files": files,
         "bytes": sum(files.values()),
@@ -53,7 +53,7 @@ def export(model: Model | str | Path, to: str, folder: str | Path, **options: An
 
 
 def _left_out(model: Model) -> list[str]:
-    """What no format here expresses."""
+    """Return notes about what no export format can express."""
     if model.kv is None:
         return []
     return [f"the KV cache format {model.kv} is left out: set it in the program that reads the export."]
@@ -61,7 +61,7 @@ def _left_out(model: Model) -> list[str]:
 
 @contextmanager
 def _single_file(out: Path, name: str) -> Iterator[Path]:
-    """A temporary folder beside `out`, of which one file becomes `out` when the block ends well."""
+    """Create a temporary folder next to `out`; without an error, the file `name` in it becomes `out`."""
     with explain_disk_errors(out):
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}.") as temporary:
@@ -73,7 +73,7 @@ def _format(to: str, options: dict[str, Any]) -> ExportFormat:
     if to not in EXPORTS:
         raise FormatError(f"there is no export to {to!r}; there are {', '.join(EXPORTS)}.")
     known = {field.name for field in fields(EXPORTS[to])}
-    given = {name: value for name, value in options.items() if value is not None}
-    if unknown := sorted(given.keys() - known):
+    selected = {name: value for name, value in options.items() if value is not None}
+    if unknown := sorted(selected.keys() - known):
         raise FormatError(f"an export to {to} has no option {unknown[0]}.")
-    return EXPORTS[to](**given)
+    return EXPORTS[to](**selected)
