@@ -206,16 +206,16 @@ def _text(
     ]
     return "\n\n".join(
         [
-            "# Decoding with few bits on the CPU: SmolLM2-135M",
+            "# Quantized decoding on CPU: SmolLM2-135M",
             f"Weights in groups of {GROUP}, round to nearest; prompt of 128 tokens; the head in 16 bits. Speed is in "
-            f"tokens a second, ratios are to bfloat16 in the same round. Load of the machine: {loads}.",
+            f"tokens per second, ratios are to bfloat16 in the same round. Load of the machine: {loads}.",
             table(["weights", "batch 1", "ratio", "batch 16", "ratio", "prefill of 128"], decode),
             _verdict(steps, parts),
             "Where a step at batch 1 goes, in milliseconds: the linear layers of the blocks, the head, and the rest, "
             "which is attention, norms and Python, the same for all:",
             table(["weights", "step", "layers", "head", "rest"], shares),
-            "One product in microseconds (the better half of 40, matrices in turns; few-bit columns with inputs in "
-            "bfloat16; `x int8` rounds them to int8):",
+            "One product in microseconds (faster half of 40, rotating over matrices; quantized columns with inputs in "
+            "bfloat16; `x int8` quantizes them to int8):",
             table(["rows x columns", "tokens", *variants], product_rows),
             "A call with nothing to compute, in microseconds: "
             + ", ".join(f"{name} {value:.1f}" for name, value in overhead.items())

@@ -85,7 +85,7 @@ def _text(rows: list[dict[str, Any]], timings: list[dict[str, Any]]) -> str:
         f"# A BERT-base-shaped encoder pruned to {KEEP:.0%} of its MACs on a GPU\n\n"
         f"{SAMPLES} samples of {LENGTH} tokens, mini-batches of {BATCH}, float32, random weights; loading excluded.\n\n"
         + table(["stages", "time", "peak GPU memory"], stages)
-        + f"\n\nForward of {LENGTH} tokens, dense and pruned timed in turns:\n\n"
+        + f"\n\nForward of {LENGTH} tokens, dense and pruned alternating:\n\n"
         + table(["batch", "dtype", "dense", "pruned", "speed-up (95 % interval)"], speed)
     )
 

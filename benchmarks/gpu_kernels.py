@@ -302,17 +302,17 @@ def text(rows: list[Row], copy: float) -> str:
         "# Products with packed matrices on a GPU\n\n"
         f"Inputs in bfloat16, seed {SEED}, Triton {triton.__version__}. Times of single calls inside a captured graph, "
         f"matrices and inputs rotated (see the script). Copy bandwidth: {copy / 1e12:.2f} TB/s, read and written.\n\n"
-        "Few vectors; `rows x columns` of the matrix (columns are summed over), the bytes of codes, scales, x and y "
+        "Small batches; `rows x columns` of the matrix (columns are summed over), the bytes of codes, scales, x and y "
         "over the time as a share of the copy bandwidth, and the speed against bfloat16. Rows with `int8 inputs` "
-        "include the rounding of x.\n\n"
+        "include quantizing x.\n\n"
         + table(["format", "matrix", "batch", "path", "time", "of copy bandwidth", "against bfloat16"], lines)
-        + "\n\nMany vectors, 4096 x 4096:\n\n"
+        + "\n\nLarge batches, 4096 x 4096:\n\n"
         + table(["format", "batch", "path", "time", "bfloat16", "against bfloat16"], many)
         + "\n\n4096 x 4096 x 4096:\n\n"
-        + table(["product", "what", "time", "10^12 operations a second", "against bfloat16"], cubes)
-        + "\n\nDistance from float64 (1000 or 1008 rows, 1088 columns), and what rounding the true result to bfloat16 "
+        + table(["product", "what", "time", "TFLOPS or TOPS", "against bfloat16"], cubes)
+        + "\n\nError against float64 (1000 or 1008 rows, 1088 columns), and what rounding the true result to bfloat16 "
         "alone would give:\n\n"
-        + table(["format", "batch", "path", "distance", "of rounding alone"], far)
+        + table(["format", "batch", "path", "relative error", "of bfloat16 alone"], far)
         + "\n\nGPTQ's inner loop, 128 columns of a block in one launch:\n\n"
         + table(["rows", "time"], blocks)
     )

@@ -190,7 +190,7 @@ def _text(rows: list[Row], bandwidth: float) -> str:
         f"Bandwidth {bandwidth / 1e9:,.1f} GB/s, read and written, of a copy (on a CPU: of an addition in place, one "
         "thread). The least time is that of reading gradient and residual and writing the residual at this bandwidth. "
         f"Capacity for {CAPACITY:g} times the target.\n\n"
-        + table(["elements", "density", "how", "time, ms", "least, ms", "of the least", "of ours"], cells)
+        + table(["elements", "density", "how", "time, ms", "minimum, ms", "of the minimum", "of ours"], cells)
     )
 
 

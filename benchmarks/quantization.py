@@ -321,7 +321,7 @@ def _text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
     reference = f"{mean(dense):.2f}" if dense else "not measured here"
     seeds = 1 + max(row["seed"] for row in rows)
     text = (
-        "# SmolLM2-135M on WikiText-2, quantised: perplexity\n\n"
+        "# SmolLM2-135M on WikiText-2, quantized: perplexity\n\n"
         f"Mean of up to {seeds} seeds and (lowest-highest); float32 {reference}. Each seed first rotates the "
         "network (its function stays), so that the grid of the bundled weights helps nobody. "
         f"{options.samples} windows of {LENGTH} tokens of the training split for every method; the first "
