@@ -84,7 +84,7 @@ def test_a_fixed_capacity_step_does_not_synchronize(kind: Any) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         with pytest.raises(RuntimeError, match="synchronizing"):
-            gradients[0].sum().item()  # it would be told
+            gradients[0].sum().item()  # a hidden synchronization would be reported
         for gradient in gradients[2:]:
             reducer.reduce(gradient)
     finally:
