@@ -135,10 +135,10 @@ class Rilq(Method):
         return states
 
     def _load_teacher(self, model: Model) -> Model:
-        """The model that was quantised, once it is sure that it is one of the same kind and not quantised itself."""
+        """Load the unquantized model, after checking that it is not quantized and has the same sizes."""
         spec = self.teacher or model.source
         if not spec:
-            raise ModelError("rilq needs the model that was quantised: name it, as `teacher: FOLDER`.")
+            raise ModelError("rilq needs the unquantized model: name it, as `teacher: FOLDER`.")
         outline = skeleton(spec)
         if quantized_layers(outline):
             raise ModelError(f"the teacher {spec} is itself quantized; set `teacher` to the model it was made from.")
