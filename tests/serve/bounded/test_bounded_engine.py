@@ -181,7 +181,7 @@ def test_the_pages_of_a_long_text_match_a_streams_cache(llama: PreTrainedModel, 
             assert torch.allclose(actual[:count].double(), reference[:count].double(), atol=1e-4)
         for layer, pot in enumerate(stream.cache.layers):
             numbers, keys, values = held(engine, request, layer)
-            assert torch.equal(numbers, pot.numbers[:, : stream.length])
+            assert torch.equal(numbers, pot.token_indices[:, : stream.length])
             assert torch.allclose(keys, pot.keys[:, : stream.length], atol=1e-4)
             assert torch.allclose(values, pot.values[:, : stream.length], atol=1e-4)
     assert len(request.output) == 70 and stream.num_compressions == runner_of(engine).cooked > 5
