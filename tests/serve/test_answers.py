@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from smelt.serve.engine.request import Request, RequestId
+from smelt.serve.engine.sampler import sample as sample_tokens
 from smelt.serve.engine.sampling_params import SamplingParams
 from tests.serve.server_process import NAME, Server, language_model, pieces, tokenizer
 
@@ -98,7 +99,9 @@ def is_tie(body: dict[str, Any], sample: int, first: list[int], second: list[int
     with torch.no_grad():
         logits = network()(torch.tensor([tokens])).logits[0, -1]
     rows = logits + ROUNDING * (2 * torch.rand(256, len(logits)) - 1)
-    return {first[position], second[position]} <= set(sample(rows, [request] * len(rows), (256,)).tokens.tolist())
+    return {first[position], second[position]} <= set(
+        sample_tokens(rows, [request] * len(rows), (256,)).tokens.tolist()
+    )
 
 
 @FEW

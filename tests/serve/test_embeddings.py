@@ -43,7 +43,9 @@ def ask(folder: Path) -> Iterator[Any]:
     service = Service(ServerSettings(str(folder)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            EngineClient, "command", pretending(f"send(kind='other', folder={str(folder)!r}, task='embedding')")
+            EngineClient,
+            "command",
+            pretending(f"pipe.send(NotALanguageModel(folder={str(folder)!r}, task='embedding'))"),
         )
         runner.run(service.start())
     transport = httpx.ASGITransport(create_app(service))  # type: ignore[arg-type]

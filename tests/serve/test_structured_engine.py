@@ -113,7 +113,7 @@ def test_beside_unconstrained_answers_and_after_preemption(engine: Engine) -> No
         (("schema", '{"$ref": "https://example.com/x.json"}'), "cannot be followed"),
         (("regex", "(unclosed"), "cannot be followed"),
         (("grammar", "no rules at all ::="), "cannot be followed"),
-        (("xml", ""), "no form 'xml'"),
+        (("xml", ""), "there is no structured output 'xml'"),
         (("regex", "a" * 70_000), "the length of a structured output"),
     ],
     ids=lambda value: str(value)[:30],
