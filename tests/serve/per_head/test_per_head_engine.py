@@ -333,6 +333,7 @@ def test_samples_of_one_prompt_share_its_kept_tokens() -> None:
     assert requests[3].output == last.output
 
 
+@pytest.mark.slow
 def test_nothing_leaks_over_500_conversations() -> None:
     """Random turns, ends and disconnects on a cache that must evict; at the end every page is free."""
     rng = random.Random(0)
