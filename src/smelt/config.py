@@ -65,7 +65,11 @@ def read_yaml(path: Path, noun: str = "configuration", error: type[ConfigError] 
 
 def load_yaml(text: str) -> Any:
     """Load plain data from YAML; duplicate keys and alias bombs are errors."""
-    return yaml.load(text, _StrictLoader)
+    loader = _StrictLoader(text)  # a SafeLoader: it builds plain data only and never runs code
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 class _StrictLoader(yaml.SafeLoader):

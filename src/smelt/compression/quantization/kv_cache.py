@@ -23,7 +23,7 @@ class KvCache(Method):
     """Quantize the KV cache of a language model; for long contexts, weights unchanged."""
 
     offloads: ClassVar[bool] = True
-    format: str = "int4-asym/128@float16"  # of keys and values: a name from `smelt formats`, or none
+    format: str = "int4-asym/128@float16"  # of the KV cache: a name from `smelt formats`, or none
     value_format: str | None = renamed("values", default=None)  # of values, if different from keys
     clip_ratio: float = renamed("clip", default=1.0)  # fraction of a group's range that its grid covers
     rotate_keys: bool = True  # Hadamard-rotate keys before quantization, and back when they are read
