@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from smelt.config import json_schema, parse, read_yaml, suggest
+from smelt.config import json_schema, load_yaml, parse, read_yaml, suggest
 from smelt.errors import ConfigError, RecipeError
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(
@@ -49,7 +49,7 @@ def read(**content: Any) -> Outer:
 
 def test_every_type_is_read() -> None:
     outer = read(
-        group_size=3, inner={"rate": "3e-4", "enabled": True}, optional={"rate": 1}, mode="slow", batch=None,
+        group_size=3, inner={"rate": load_yaml("3e-4"), "enabled": True}, optional={"rate": 1}, mode="slow", batch=None,
         names=["a", "b"], pair=[3, 4], rates=[1, 2], extra={"x": 1},
     )  # fmt: skip
     assert outer == Outer(

@@ -32,7 +32,6 @@ from smelt.errors import ConfigError
 T = TypeVar("T")
 _MAX_FILE_BYTES = 1_000_000
 _MAX_NODES = 100_000  # of a YAML document once its aliases are expanded
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _NAMES: dict[Any, str] = {
     int: "an integer",
     float: "a number",
@@ -78,6 +77,12 @@ class _StrictLoader(yaml.SafeLoader):
         if node is not None:
             _check_node(node, {})
         return node
+
+
+# YAML 1.2, which editors follow, reads 3e-4 as a number; PyYAML follows 1.1 and returns text.
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[+-]?(\d[\d_]*\.?|\.\d)\d*[eE][+-]?\d+$"), list("+-.0123456789")
+)
 
 
 def _check_node(node: yaml.Node, sizes: dict[int, int | None]) -> int:
@@ -143,11 +148,6 @@ def warn_renamed(old: str, new: str, where: str = "") -> None:
     """Warn, in one line, about an old spelling that still works."""
     place = f" in {where}" if where else ""
     warnings.warn(f"`{old}`{place} is now called `{new}`; the old name will stop working.", FutureWarning, stacklevel=2)
-
-
-def as_number(value: Any) -> Any:
-    """Convert a number that YAML reads as text, such as 3e-4; return anything else unchanged."""
-    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
 
 
 def renamed_keys(cls: type) -> dict[str, str]:
@@ -232,11 +232,10 @@ def _as_type(value: Any, option: Any, key: str, where: str) -> Any:
 
 
 def _as_float(value: Any) -> float:
-    number = as_number(value)
-    if isinstance(number, bool) or not isinstance(number, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise _Mismatch
     try:
-        return float(number)
+        return float(value)
     except OverflowError:
         raise _Mismatch from None
 

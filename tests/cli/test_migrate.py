@@ -7,9 +7,9 @@ from pathlib import Path
 
 import jsonschema_rs
 import pytest
-import yaml
 
 from smelt.compression.recipe.recipe import Recipe
+from smelt.config import load_yaml
 from tests.cli.conftest import Smelt
 
 OLD = sorted((Path(__file__).parents[1] / "fixtures" / "v0.1").glob("*.yaml"))
@@ -20,13 +20,13 @@ def test_an_old_recipe_is_rewritten_and_means_the_same(path: Path, smelt_here: S
     old = "# my recipe\n" + path.read_text()
     (tmp_path / "recipe.yaml").write_text(old)
     with pytest.warns(FutureWarning, match="is now called"):
-        expected = Recipe.parse(yaml.safe_load(old))
+        expected = Recipe.parse(load_yaml(old))
     done = smelt_here("migrate", str(tmp_path / "recipe.yaml"), "--check")
     assert done.code == 3 and (tmp_path / "recipe.yaml").read_text() == old
     done = smelt_here("migrate", str(tmp_path / "recipe.yaml"))
     new = (tmp_path / "recipe.yaml").read_text()
     assert done.code == 0 and new.startswith("# my recipe\n") and new != old
-    assert Recipe.parse(yaml.safe_load(new)) == expected
+    assert Recipe.parse(load_yaml(new)) == expected
     done = smelt_here("migrate", str(tmp_path / "recipe.yaml"), "--check")
     assert done.code == 0 and "+ " not in done.out
 
@@ -57,6 +57,6 @@ def test_schema_describes_what_the_examples_use(kind: str, smelt_here: Smelt) ->
     schema = jsonschema_rs.validator_for(json.loads(smelt_here("schema", kind).out))
     folder = Path(__file__).parents[2] / "examples" / ("train" if kind == "train" else "")
     for path in sorted(folder.glob("*.yaml")):
-        schema.validate(yaml.safe_load(path.read_text()))
+        schema.validate(load_yaml(path.read_text()))
     assert not schema.is_valid({"stepps": []})
     smelt_here("schema", "other").refused("there is no schema")

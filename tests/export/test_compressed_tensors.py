@@ -122,7 +122,7 @@ def test_packed_words_match_the_library(bits: int) -> None:
     packing = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers", reason="not installed")
     layer = quantized(network(num_hidden_layers=1), scheme(f"int{bits}-asym/32")).network.model.layers[0].mlp.down_proj
     tensors = layer_tensors(layer, torch.float32)
-    codes = layer.packed.quantized().codes.short() - (1 << (bits - 1))
+    codes = layer.packed.unpack().codes.short() - (1 << (bits - 1))
     assert torch.equal(packing.pack_to_int32(codes.to(torch.int8), bits), tensors["weight_packed"])
     zeros = layer.packed.tensors["zero"].squeeze(-1).short() - (1 << (bits - 1))
     reference_values = packing.pack_to_int32(zeros.to(torch.int8), bits, packed_dim=0)

@@ -10,6 +10,7 @@ import typer
 import yaml
 
 from smelt.compression.recipe.recipe import Recipe
+from smelt.config import load_yaml
 from smelt.errors import RecipeError
 
 RecipeOption = Annotated[Path | None, typer.Option("-r", "--recipe", help="Recipe, a YAML file.")]
@@ -58,7 +59,7 @@ def settings_of(bits: float | None, group_size: int | None, others: list[str] | 
         if not equals or not name:
             raise RecipeError(f"--set takes name=value, not {other!r}.")
         try:
-            settings[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+            settings[name] = load_yaml(value)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise RecipeError(f"the value in --set {other!r} cannot be read.") from error
     return settings

@@ -34,7 +34,7 @@ def run(name: str, settings: dict[str, Any], batches: int = 4, seed: int = 0) ->
     model = Model(BUILDS[name]())
     model.network.config.image_size = 32
     context = MethodContext(batches=[labeled(name, i) for i in range(batches)], seed=seed)
-    METHODS.build({"tokens": 11, **settings}).apply(model, context)
+    METHODS.build({"seq_len": 11, **settings}).apply(model, context)
     return model
 
 

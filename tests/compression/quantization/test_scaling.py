@@ -80,7 +80,7 @@ def test_folding_after_heads_were_removed() -> None:
     for name in ("llama", "gpt2", "bert"):
         model = Model(BUILDS[name]())
         context = MethodContext(batches=[labeled(name)])
-        METHODS.build({"method": "magnitude", "budget": {"macs": 0.6}, "repair": "none", "tokens": 11}).apply(
+        METHODS.build({"method": "magnitude", "budget": {"macs": 0.6}, "repair": "none", "seq_len": 11}).apply(
             model, context
         )
         network = model.network.double()

@@ -389,11 +389,11 @@ def test_moved_tokens_have_distinct_slots() -> None:
     engine = Engine(model_of("llama"), kv_profile=profile, max_num_batched_tokens=24, **SMALL)
     moves = []
 
-    def watched(judge: Any, step: PerHeadBatch, layer: int, *rest: Any) -> None:
+    def watched(compress: Any, step: PerHeadBatch, layer: int, *rest: Any) -> None:
         moves.extend(row.tolist() for chunk in step.chunks for row in chunk.there[layer])
-        judge(step, layer, *rest)
+        compress(step, layer, *rest)
 
-    engine.runner._judge = partial(watched, engine.runner._judge)  # type: ignore[attr-defined]
+    engine.runner._compress = partial(watched, engine.runner._compress)  # type: ignore[attr-defined]
     engine.submit(words(90), GREEDY)
     run(engine)
     assert len(moves) > 10 and all(len(set(row)) == len(row) for row in moves)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import yaml
 from torch.nn.parallel import DistributedDataParallel
 
-from smelt.config import as_number, parse, suggest
+from smelt.config import load_yaml, parse, suggest
 from smelt.errors import ConfigError
 from smelt.train.gradients.autotune.auto import Auto, AutoCompression
 from smelt.train.gradients.comm import Traffic
@@ -34,11 +33,11 @@ def normalize_gradients(spec: str | dict[str, Any] | None) -> dict[str, Any]:
         for key, equals, value in pairs:
             if not equals or not value.strip():
                 raise ConfigError(f"gradients has the form exdyna:density=0.001,blocks=64; {key!r} has no value.")
-        spec = {"method": name.strip(), **{key.strip(): yaml.safe_load(value) for key, _, value in pairs}}
+        spec = {"method": name.strip(), **{key.strip(): load_yaml(value) for key, _, value in pairs}}
     method = spec.get("method")
     if method not in _METHODS:
         raise ConfigError(f"there is no gradient method {method!r:.80}{suggest(method, list(_METHODS))}")
-    return {key: value if key == "method" else as_number(value) for key, value in spec.items()}
+    return dict(spec)
 
 
 def build_compressor(spec: str | dict[str, Any] | None) -> Compressor | None:
