@@ -42,7 +42,7 @@ MODEL = {"model": "a-model"}
         ({"max_grad_norm": -1}, "max_grad_norm is -1"),
         ({"gradients": "exdyna:density=0"}, "density is 0; it is the share of gradients that is sent"),
         ({"gradients": "exdyna:density=2"}, "density is 2; it is the share of gradients that is sent"),
-        ({"gradients": {"method": "exdyna", "density": "2e0"}}, "density is 2"),
+        ({"gradients": {"method": "exdyna", "density": 2.0}}, "density is 2"),
         ({"gradients": "exdina"}, "there is no gradient method 'exdina'; did you mean 'exdyna'?"),
         ({"gradients": "exdyna:density"}, "'density' has no value"),
         ({"gradients": "exdyna:dense=1"}, "has no parameter 'dense'"),
