@@ -79,20 +79,20 @@ def graph_seconds(calls: Sequence[Callable[[], Any]], repeats: int = 20) -> floa
 
 
 @contextmanager
-def compiling() -> Iterator[list[str]]:
+def record_triton_compiles() -> Iterator[list[str]]:
     """Record the kernels that Triton compiles, or loads from its cache, inside the context."""
     from triton import knobs
 
     results: list[str] = []
     before = knobs.runtime.jit_post_compile_hook
-    knobs.runtime.jit_post_compile_hook = lambda **told: results.append(str(told["repr"]))
+    knobs.runtime.jit_post_compile_hook = lambda **event: results.append(str(event["repr"]))
     try:
         yield results
     finally:
         knobs.runtime.jit_post_compile_hook = before
 
 
-class KeptGradients(Checkpoint):
+class GradientCache(Checkpoint):
     """Keeps mask gradients in memory: they depend on data and seed alone, so many settings share one pass."""
 
     def __init__(self) -> None:
@@ -117,13 +117,13 @@ def write(name: str, rows: list[dict[str, Any]], text: str, where: dict[str, Any
     print(text)
 
 
-def kept_rows(name: str, resume: bool) -> list[dict[str, Any]]:
+def previous_rows(name: str, resume: bool) -> list[dict[str, Any]]:
     """Return the rows of an interrupted run to continue from; none without `resume`."""
     file = RESULTS / f"{name}.json"
     return json.loads(file.read_text())["rows"] if resume and file.exists() else []
 
 
-def kept_machine(name: str) -> dict[str, Any]:
+def previous_machine(name: str) -> dict[str, Any]:
     """Return the machine of an earlier run's rows."""
     report: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())["machine"]
     return report

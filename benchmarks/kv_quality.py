@@ -15,8 +15,8 @@ import math
 from typing import Any
 
 import torch
-from common import kept_rows, mean, table, write
-from kv_tasks import Asked, asked
+from common import mean, previous_rows, table, write
+from kv_tasks import Question, make_questions
 from torch import Tensor
 
 from smelt.kvcache.eviction.budget import retained_mask
@@ -39,19 +39,19 @@ AT_ONCE = 14  # configurations per prompt in one batch
 def main() -> None:
     options = _options()
     model = load("smollm2-135m")
-    rows = kept_rows("kv_quality", options.resume)
+    rows = previous_rows("kv_quality", options.resume)
     done = {(row["task"], row["seed"], row["number"]) for row in rows}
     for seed in range(options.seeds):
         for task, length in LENGTHS.items():
             if all((task, seed, number) in done for number in range(options.prompts)):
                 continue
-            others = asked(model.tokenizer, task, BEFORE, length, 1000 + seed)
+            others = make_questions(model.tokenizer, task, BEFORE, length, 1000 + seed)
             profiles = profiled(model, [prepared(model, question) for question in others])
-            for number, question in enumerate(asked(model.tokenizer, task, options.prompts, length, seed)):
+            for number, question in enumerate(make_questions(model.tokenizer, task, options.prompts, length, seed)):
                 if (task, seed, number) in done:
                     continue
-                quality = judged(model, question, profiles)
-                rows.append({"task": task, "seed": seed, "number": number, "found": quality})
+                quality = evaluate(model, question, profiles)
+                rows.append({"task": task, "seed": seed, "number": number, "results": quality})
                 write("kv_quality", rows, _text(rows))
 
 
@@ -63,7 +63,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def prepared(model: Model, each: Asked) -> RecordedPrefill:
+def prepared(model: Model, each: Question) -> RecordedPrefill:
     """Prefill the prompts, and repeat them for scorers that need a second pass."""
     return prefill_for(model, each.prompt, make_scorer("kvzip"))
 
@@ -85,8 +85,8 @@ def profiled(model: Model, readings: list[RecordedPrefill]) -> dict[tuple[str, f
     return profiles
 
 
-def judged(
-    model: Model, each: Asked, profiles: dict[tuple[str, float], EvictionProfile]
+def evaluate(
+    model: Model, each: Question, profiles: dict[tuple[str, float], EvictionProfile]
 ) -> dict[str, dict[str, float]]:
     """Score the full cache and every way to compress it: whether the answer is right, and its likelihood."""
     reading = prepared(model, each)
@@ -106,7 +106,7 @@ def judged(
 
 
 def _answers(
-    model: Model, reading: RecordedPrefill, each: Asked, ways: dict[str, Tensor]
+    model: Model, reading: RecordedPrefill, each: Question, ways: dict[str, Tensor]
 ) -> dict[str, dict[str, float]]:
     after = torch.tensor([each.after])
     logits = decode_logits(model, reading, torch.cat(list(ways.values()), dim=1), after)
@@ -131,26 +131,26 @@ def _text(rows: list[dict[str, Any]]) -> str:
         "kept.\n"
     )
     for task in tasks:
-        results = [row["found"] for row in rows if row["task"] == task]
+        results = [row["results"] for row in rows if row["task"] == task]
         all_of_it = _figure(results, "all", task)
         text += f"\n## {task}, {len(results)} prompts: {all_of_it} with the full cache\n\n{_table(results, task)}\n"
     return text
 
 
-def _table(found: list[dict[str, dict[str, float]]], task: str) -> str:
+def _table(results: list[dict[str, dict[str, float]]], task: str) -> str:
     headings = ["scorer", "budget", *(f"{keep:.0%}" for keep in KEEP)]
     cells = [
-        [name, rule, *(_figure(found, f"{name}|{rule}|{keep:g}", task) for keep in KEEP)]
+        [name, rule, *(_figure(results, f"{name}|{rule}|{keep:g}", task) for keep in KEEP)]
         for name in SCORERS
         for rule in RULES
     ]
     return table(headings, cells)
 
 
-def _figure(found: list[dict[str, dict[str, float]]], way: str, task: str) -> str:
+def _figure(results: list[dict[str, dict[str, float]]], way: str, task: str) -> str:
     if task == "continuation":
-        return f"{math.exp(mean([result[way]['loss'] for result in found])):.2f}"
-    return f"{mean([result[way]['right'] for result in found]):.2f}"
+        return f"{math.exp(mean([result[way]['loss'] for result in results])):.2f}"
+    return f"{mean([result[way]['right'] for result in results]):.2f}"
 
 
 if __name__ == "__main__":

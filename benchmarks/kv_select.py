@@ -4,7 +4,7 @@
 
 Prompts are prefilled once with full attention; then tokens are fed one by one, as when decoding, for every page summary
 and share of pages. `continuation`: perplexity of the next 40 tokens of a text. `needle`: a fact in WikiText; its
-question is fed token by token too, and is answered exactly or not. Overlap is the share of a step's selection that the
+question is fed token by token too, and is evaluate exactly or not. Overlap is the share of a step's selection that the
 step before had selected. Copies go from the engine's own host pages to a second buffer, counted in bytes from the
 second token on; there are slots for all pages.
 """
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import kept_rows, mean, table, write
-from kv_tasks import Asked, asked
+from common import mean, previous_rows, table, write
+from kv_tasks import Question, make_questions
 
 from smelt.kvcache.selection.config import SparseAttentionConfig, sparse_attention_heads
 from smelt.kvcache.selection.host_store import HostPageStore
@@ -41,34 +41,34 @@ CASES = (  # task, tokens, prompts, page_size
     ("continuation", 2048, 3, 32), ("continuation", 4096, 2, 32), ("continuation", 8064, 1, 32),
 )  # fmt: skip
 NEXT = 40  # continuation length
-STEADY = (0, 1, 8)  # keep_steps, for continuations with arkvale at a share of 25%
+KEEP_STEPS = (0, 1, 8)  # keep_steps, for continuations with arkvale at a share of 25%
 CHUNK = 512
 SEED = 0  # of the prompts
 
 
 @dataclass(frozen=True)
-class Way:
+class SelectionCase:
     """How pages are selected and kept."""
 
-    digest: PageSummary
+    summary: PageSummary
     share: float
-    steady: int = 8
+    keep_steps: int = 8
 
     def selection(self, page: int) -> SparseAttentionConfig:
-        return SparseAttentionConfig(self.digest, page, (SINK + WINDOW) * page, self.share, SINK, WINDOW)
+        return SparseAttentionConfig(self.summary, page, (SINK + WINDOW) * page, self.share, SINK, WINDOW)
 
 
 def main() -> None:
     options = _options()
     model = load("smollm2-135m")
-    rows = kept_rows("kv_select", options.resume)
+    rows = previous_rows("kv_select", options.resume)
     done = {(row["task"], row["length"], row["page"]) for row in rows}
     for task, length, count, page in CASES:
         if (task, length, page) not in done:
             start = time.process_time()  # other work on the machine does not count
-            result = judged(model, asked(model.tokenizer, task, count, length, SEED), page)
+            result = evaluate(model, make_questions(model.tokenizer, task, count, length, SEED), page)
             facts = {"task": task, "length": length, "prompts": count, "page": page}
-            rows.append({**facts, "processor_seconds": time.process_time() - start, "found": result})
+            rows.append({**facts, "cpu_seconds": time.process_time() - start, "results": result})
             write("kv_select", rows, _text(rows))
 
 
@@ -78,32 +78,35 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def judged(model: Model, questions: list[Asked], page: int) -> dict[str, dict[str, float]]:
+def evaluate(model: Model, questions: list[Question], page: int) -> dict[str, dict[str, float]]:
     """Return, for every configuration, likelihood and accuracy of the answers, the selection, and the bytes copied."""
-    reading = Texts(model, questions, page)
+    prompts = PrefilledPrompts(model, questions, page)
     configurations = {
-        _key(name, share): Way(PAGE_SUMMARIES.build(name), share) for name in PAGE_SUMMARIES for share in SHARES[1:]
+        _key(name, share): SelectionCase(PAGE_SUMMARIES.build(name), share)
+        for name in PAGE_SUMMARIES
+        for share in SHARES[1:]
     }
     if questions[0].task == "continuation":
         configurations |= {
-            _key("arkvale", 0.25, steady): Way(PAGE_SUMMARIES.build("arkvale"), 0.25, steady) for steady in STEADY
+            _key("arkvale", 0.25, keep_steps): SelectionCase(PAGE_SUMMARIES.build("arkvale"), 0.25, keep_steps)
+            for keep_steps in KEEP_STEPS
         }
-    configurations["all"] = Way(PAGE_SUMMARIES.build("arkvale"), 1.0)
-    return {name: reading.answered(configuration) for name, configuration in configurations.items()}
+    configurations["all"] = SelectionCase(PAGE_SUMMARIES.build("arkvale"), 1.0)
+    return {name: prompts.evaluate(configuration) for name, configuration in configurations.items()}
 
 
-def _key(digest: str, share: float, steady: int = 8) -> str:
-    return f"{digest}|{share:g}|{steady}"
+def _key(summary: str, share: float, keep_steps: int = 8) -> str:
+    return f"{summary}|{share:g}|{keep_steps}"
 
 
-class Texts:
+class PrefilledPrompts:
     """Prompts prefilled by one runner in one batch, to be continued under many configurations."""
 
-    def __init__(self, model: Model, questions: list[Asked], page: int) -> None:
+    def __init__(self, model: Model, questions: list[Question], page: int) -> None:
         self.model, self.questions, self.page = model, [_shortened(question) for question in questions], page
         max_pages = max(-(-(len(question.prompt) + len(question.after)) // page) for question in self.questions)
         self.blocks = max_pages * len(self.questions)
-        self.residence = OffloadConfig(num_slots=self.blocks)
+        self.offload = OffloadConfig(num_slots=self.blocks)
         self.runner = SparseRunner(
             model,
             num_blocks=self.blocks,
@@ -111,8 +114,8 @@ class Texts:
             max_num_batched_tokens=CHUNK,
             max_num_seqs=len(self.questions),
             max_model_len=max_pages * page,
-            selection=Way(PAGE_SUMMARIES.build("quest"), 1.0).selection(page),
-            kv_offload=self.residence,
+            selection=SelectionCase(PAGE_SUMMARIES.build("quest"), 1.0).selection(page),
+            kv_offload=self.offload,
         )
         assert isinstance(self.runner.host, HostPageStore)
         self.pages = self.runner.host
@@ -134,8 +137,8 @@ class Texts:
                 count = min(CHUNK, len(request.prompt) - start)
                 self.runner.launch(ScheduledBatch([ScheduledChunk(request, start, count, False)]))
 
-    def answered(self, way: Way) -> dict[str, float]:
-        recorder = self._begin(way)
+    def evaluate(self, case: SelectionCase) -> dict[str, float]:
+        recorder = self._begin(case)
         copied = 0
         losses: list[list[float]] = [[] for _ in self.requests]
         right = [True] * len(self.requests)
@@ -150,34 +153,34 @@ class Texts:
         overlap, free = overlaps(recorder.trace())
         return {
             "loss": mean([mean(item) for item in losses]), "right": mean([float(item) for item in right]),
-            "chosen": chosen_share(recorder.trace()), "overlap": overlap, "overlap_free": free,
+            "chosen": selected_share(recorder.trace()), "overlap": overlap, "overlap_free": free,
             "copied": (self.pages.recalled_bytes - copied) / (steps - 1) / len(self.requests),
         }  # fmt: skip
 
-    def _begin(self, way: Way) -> TraceRecorder:
+    def _begin(self, case: SelectionCase) -> TraceRecorder:
         """Start a configuration: summaries of the prefilled pages, an empty device, and a new trace."""
         heads, device = sparse_attention_heads(self.model), self.model.device
-        digested = PageSummaryTable(way.digest, heads, self.blocks, self.model.network.dtype, device)
+        summaries = PageSummaryTable(case.summary, heads, self.blocks, self.model.network.dtype, device)
         full = torch.cat(
             [torch.tensor(request.blocks[: len(request.prompt) // self.page]) for request in self.requests]
         )
         for layer in heads:
-            digested.update(layer, full, self.pages.gather_keys(layer, full))
-        residence = OffloadConfig(self.residence.num_slots, way.steady)
+            summaries.update(layer, full, self.pages.gather_keys(layer, full))
+        offload = OffloadConfig(self.offload.num_slots, case.keep_steps)
         self.pages.residents = {
-            layer: ResidentPages(kv_heads, self.blocks, residence) for layer, (kv_heads, _) in heads.items()
+            layer: ResidentPages(kv_heads, self.blocks, offload) for layer, (kv_heads, _) in heads.items()
         }
-        selection = way.selection(self.page)
-        recorder = TraceRecorder(trace_metadata(self.model, selection, residence, {}))
-        self.runner.attention = SparsePageAttention(selection, self.pages, digested, recorder)
+        selection = case.selection(self.page)
+        recorder = TraceRecorder(trace_metadata(self.model, selection, offload, {}))
+        self.runner.attention = SparsePageAttention(selection, self.pages, summaries, recorder)
         return recorder
 
-    def _next(self, here: list[int], step: int) -> list[tuple[float, bool]]:
+    def _next(self, active: list[int], step: int) -> list[tuple[float, bool]]:
         """Feed one token to each; return the likelihood of the next one, and whether it was the most likely. A logit
         bias forces it to be sampled, which changes no reported probability.
         """
         chunks = []
-        for number in here:
+        for number in active:
             request = self.requests[number]
             position = len(request.prompt) + step
             request.sampling = SamplingParams(
@@ -195,10 +198,10 @@ class Texts:
         return likelihoods
 
 
-def _shortened(each: Asked) -> Asked:
+def _shortened(each: Question) -> Question:
     if each.task != "continuation":
         return each
-    return Asked(each.task, each.prompt, each.after[: NEXT + 1], NEXT)
+    return Question(each.task, each.prompt, each.after[: NEXT + 1], NEXT)
 
 
 def overlaps(trace: Trace) -> tuple[float, float]:
@@ -219,7 +222,7 @@ def overlaps(trace: Trace) -> tuple[float, float]:
     return mean(every), mean(free)
 
 
-def chosen_share(trace: Trace) -> float:
+def selected_share(trace: Trace) -> float:
     """Return the share of pages that were attended to."""
     counts = trace.ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
     num_pages = trace.pages[trace.ends - 1].long() + 1  # the last page is always selected
@@ -236,15 +239,15 @@ def _text(rows: list[dict[str, Any]]) -> str:
         f"steps; the first token is excluded. A continuation is {NEXT} tokens. Seed {SEED}.\n"
     )
     for row in rows:
-        unit = "answered" if row["task"] == "needle" else "perplexity"
+        unit = "evaluate" if row["task"] == "needle" else "perplexity"
         pages = f"pages of {row['page']}, {row['prompts']} prompts"
         text += f"\n## {row['task']}, {row['length']:,} tokens, {pages}\n\n"
         text += table(["summary", "share", "pages selected", unit, "overlap", "free", "copied"], _quality(row)) + "\n"
-    steady = [_steady(row) for row in rows if row["task"] == "continuation"]
-    if steady:
+    keep_steps = [_steady(row) for row in rows if row["task"] == "continuation"]
+    if keep_steps:
         text += "\n## Keeping pages for several steps (arkvale, 25% of the pages): MB copied per token and request\n\n"
-        text += table(["tokens", *(f"kept {steps} steps" for steps in STEADY)], steady) + "\n"
-    seconds = sum(row["processor_seconds"] for row in rows)
+        text += table(["tokens", *(f"kept {steps} steps" for steps in KEEP_STEPS)], keep_steps) + "\n"
+    seconds = sum(row["cpu_seconds"] for row in rows)
     return f"{text}\nTotal: {seconds / 60:.1f} minutes of CPU time.\n"
 
 
@@ -256,19 +259,19 @@ def _quality(row: dict[str, Any]) -> list[list[str]]:
 
 
 def _figures(row: dict[str, Any], key: str) -> list[str]:
-    figures = row["found"][key]
+    figures = row["results"][key]
     figure = f"{figures['right']:.2f}" if row["task"] == "needle" else f"{math.exp(figures['loss']):.2f}"
     shares = [f"{figures[name]:.1%}" for name in ("overlap", "overlap_free")]
     return [f"{figures['chosen']:.1%}", figure, *shares, _megabytes(figures)]
 
 
 def _steady(row: dict[str, Any]) -> list[str]:
-    copied = [_megabytes(row["found"][_key("arkvale", 0.25, steady)]) for steady in STEADY]
+    copied = [_megabytes(row["results"][_key("arkvale", 0.25, keep_steps)]) for keep_steps in KEEP_STEPS]
     return [f"{row['length']:,}", *copied]
 
 
-def _megabytes(found: dict[str, float]) -> str:
-    return f"{found['copied'] / 1e6:.2f}"
+def _megabytes(results: dict[str, float]) -> str:
+    return f"{results['copied'] / 1e6:.2f}"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import kept_rows, mean, table, write
+from common import mean, previous_rows, table, write
 from kv_stream_text import QUESTION, drawn_text, with_passkey
 from kv_stream_video import film, small_network
 from torch.nn import functional as F
@@ -54,7 +54,7 @@ KEYS = (  # text, tokens, tokens kept; the network was trained on 8192 tokens
 def main() -> None:
     options = _options()
     torch.set_num_threads(1)
-    rows = [row for row in kept_rows("kv_stream", True) if options.resume or row["part"] not in options.parts]
+    rows = [row for row in previous_rows("kv_stream", True) if options.resume or row["part"] not in options.parts]
     for part in options.parts:
         done = {_key(row) for row in rows if row["part"] == part}
         for row in _RUNS[part](options, done):
@@ -100,7 +100,7 @@ def long_stream(options: argparse.Namespace, done: set[tuple[Any, ...]]) -> Iter
         wall, busy = time.perf_counter() - wall, time.process_time() - busy
         steps.append((stream.nbytes, stream.length, _resident(), STEP / wall, STEP / busy))
         print(start, steps[-1], flush=True)
-    counts = {"tokens": stream.num_seen, "cooked": stream.num_compressions, "cap": CAP}
+    counts = {"tokens": stream.num_seen, "num_compressions": stream.num_compressions, "cap": CAP}
     yield {**counts, "dtype": options.dtype, **_over_time(steps)}
 
 
@@ -170,7 +170,7 @@ def video(_: argparse.Namespace, done: set[tuple[Any, ...]]) -> Iterator[dict[st
             stream.push(frames)
             wall, busy = time.perf_counter() - wall, time.process_time() - busy
             steps.append((stream.nbytes, stream.length, _resident(), FRAME_STEP / wall, FRAME_STEP / busy))
-        counts = {"frames": FRAMES, "seen": stream.num_seen, "cooked": stream.num_compressions}
+        counts = {"frames": FRAMES, "seen": stream.num_seen, "num_compressions": stream.num_compressions}
         yield {"rule": name, **counts, **_over_time(steps)}
 
 
@@ -202,10 +202,11 @@ def _stream_page(rows: list[dict[str, Any]]) -> str:
     return (
         f"## {row['tokens']:,} tokens of WikiText-2 through a cache of {row['cap']}\n\n"
         f"SmolLM2-135M in {row['dtype']} on one thread, {shared_keep(row['cap'])}. After every {STEP:,} tokens the "
-        f"stream used {sizes} bytes and at most {row['longest']} tokens; it was compressed {row['cooked']} times. "
-        f"Tokens per second of CPU time: {row['first_busy']:.0f} in the first tenth, {row['last_busy']:.0f} "
-        f"in the last; by wall clock, on a shared machine, {row['first']:.0f} and {row['last']:.0f}. "
-        f"Resident memory of the process in MiB after each tenth: {', '.join(f'{size:.0f}' for size in tenths)}."
+        f"stream used {sizes} bytes and at most {row['longest']} tokens; it was compressed "
+        f"{row['num_compressions']} times. Tokens per second of CPU time: {row['first_busy']:.0f} in the first "
+        f"tenth, {row['last_busy']:.0f} in the last; by wall clock, on a shared machine, {row['first']:.0f} and "
+        f"{row['last']:.0f}. Resident memory of the process in MiB after each tenth: "
+        f"{', '.join(f'{size:.0f}' for size in tenths)}."
     )
 
 
@@ -246,7 +247,8 @@ def _alpha_page(rows: list[dict[str, Any]]) -> str:
 
 def _video_page(rows: list[dict[str, Any]]) -> str:
     cells = [[
-        row["rule"], f"{row['frames']:,}", f"{row['cooked']}", ", ".join(f"{size:,}" for size in row["sizes"]),
+        row["rule"], f"{row['frames']:,}", f"{row['num_compressions']}",
+        ", ".join(f"{size:,}" for size in row["sizes"]),
         f"{row['longest']:,}", f"{row['first_busy']:.0f}", f"{row['last_busy']:.0f}",
         f"{row['resident'][len(row['resident']) // 10] / 2**20:.0f}", f"{row['resident'][-1] / 2**20:.0f}",
     ] for row in rows]  # fmt: skip

@@ -16,7 +16,7 @@ CITIES = ["Oslo", "Lima", "Cairo", "Quito", "Seoul", "Dakar", "Riga", "Porto", "
 
 
 @dataclass(frozen=True)
-class Asked:
+class Question:
     """Token ids: the prompt to compress, the tokens after it, and how many of the last of these are the answer."""
 
     task: str
@@ -25,41 +25,41 @@ class Asked:
     answer: int
 
 
-def asked(tokenizer: Any, task: str, count: int, length: int, seed: int) -> list[Asked]:
+def make_questions(tokenizer: Any, task: str, count: int, length: int, seed: int) -> list[Question]:
     make = {"needle": _needle, "lookup": _lookup, "continuation": _continuation}[task]
     text = tokenizer(load_text(shared() / "data/wikitext2/test.txt.gz").joined, verbose=False)["input_ids"]
     return [make(tokenizer, text, length, random.Random(f"{task} {seed} {number}")) for number in range(count)]
 
 
-def _needle(tokenizer: Any, text: list[int], length: int, chance: random.Random) -> Asked:
-    city, number = chance.choice(CITIES), chance.randrange(10000, 100000)
+def _needle(tokenizer: Any, text: list[int], length: int, rng: random.Random) -> Question:
+    city, number = rng.choice(CITIES), rng.randrange(10000, 100000)
     fact = tokenizer(f"\nThe secret number of {city} is {number}.\n")["input_ids"]
-    start = chance.randrange(len(text) - length)
-    position = chance.randrange(32, length - len(fact) - 64)
+    start = rng.randrange(len(text) - length)
+    position = rng.randrange(32, length - len(fact) - 64)
     prompt = text[start : start + position] + fact + text[start + position : start + length - len(fact)]
     return _with_question("needle", tokenizer, prompt, f"\nThe secret number of {city} is", f" {number}")
 
 
-def _lookup(tokenizer: Any, _: list[int], length: int, chance: random.Random) -> Asked:
+def _lookup(tokenizer: Any, _: list[int], length: int, rng: random.Random) -> Question:
     prompt: list[int] = tokenizer("Codes of all names:\n")["input_ids"]
     pairs: list[tuple[str, int]] = []
     while True:
-        name = "".join(chance.choice("bdfgklmnprst") + chance.choice("aeiou") for _ in range(3))
-        pairs.append((name, chance.randrange(100, 1000)))
+        name = "".join(rng.choice("bdfgklmnprst") + rng.choice("aeiou") for _ in range(3))
+        pairs.append((name, rng.randrange(100, 1000)))
         line = tokenizer(f"{name} = {pairs[-1][1]}\n")["input_ids"]
         if len(prompt) + len(line) > length:
             break
         prompt += line
     pairs.pop()
-    name, code = chance.choice(pairs)
+    name, code = rng.choice(pairs)
     return _with_question("lookup", tokenizer, prompt, f"\nThe code again: {name} =", f" {code}")
 
 
-def _continuation(_: Any, text: list[int], length: int, chance: random.Random) -> Asked:
-    start = chance.randrange(len(text) - length - 128)
-    return Asked("continuation", text[start : start + length], text[start + length : start + length + 128], 127)
+def _continuation(_: Any, text: list[int], length: int, rng: random.Random) -> Question:
+    start = rng.randrange(len(text) - length - 128)
+    return Question("continuation", text[start : start + length], text[start + length : start + length + 128], 127)
 
 
-def _with_question(task: str, tokenizer: Any, prompt: list[int], question: str, answer: str) -> Asked:
+def _with_question(task: str, tokenizer: Any, prompt: list[int], question: str, answer: str) -> Question:
     before, full = tokenizer(question)["input_ids"], tokenizer(question + answer)["input_ids"]
-    return Asked(task, prompt, full, len(full) - len(before))
+    return Question(task, prompt, full, len(full) - len(before))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import kept_machine, kept_rows, mean, shared, table, write
+from common import mean, previous_machine, previous_rows, shared, table, write
 
 from smelt.compression.base import MethodContext
 from smelt.compression.methods import METHODS
@@ -142,16 +142,16 @@ TABLES = {
 
 def main() -> None:
     options = _options()
-    before = [row for row in kept_rows("quantization", options.resume) if not _again(row, options.redo)]
+    before = [row for row in previous_rows("quantization", options.resume) if not _again(row, options.redo)]
     if options.join:
-        rows = before + [row for share in range(options.join) for row in kept_rows(f"quantization-{share}", True)]
-        write("quantization", _ordered(rows), _text(rows, options), kept_machine("quantization-0"))
+        rows = before + [row for share in range(options.join) for row in previous_rows(f"quantization-{share}", True)]
+        write("quantization", _ordered(rows), _text(rows, options), previous_machine("quantization-0"))
         return
     jobs = _without(_jobs(options), before)
     name, rows = "quantization", before
     if options.share is not None:
         name = f"quantization-{options.share[0]}"
-        rows = kept_rows(name, options.resume)
+        rows = previous_rows(name, options.resume)
         jobs = _without(jobs[options.share[0] :: options.share[1]], rows)
     until = time.monotonic() + options.seconds
     benches: dict[int, _Bench] = {}

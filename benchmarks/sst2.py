@@ -9,7 +9,7 @@ import argparse
 import time
 from typing import Any
 
-from common import KeptGradients, mean, minilm_sst2, shared, table, write
+from common import GradientCache, mean, minilm_sst2, shared, table, write
 
 from smelt.compression.base import MethodContext
 from smelt.compression.methods import METHODS
@@ -49,7 +49,7 @@ def main() -> None:
     dense = evaluate_task(minilm_sst2(device), dev, max_length=LENGTH).value
     rows: list[dict[str, Any]] = []
     for seed in SEEDS:
-        context = MethodContext(batches=_batches(train, seed), seed=seed, checkpoint=KeptGradients())
+        context = MethodContext(batches=_batches(train, seed), seed=seed, checkpoint=GradientCache())
         for keep in BUDGETS:
             for stage, settings in STAGES.items():
                 rows.append(_run(stage, settings, keep, seed, context, dev, device))

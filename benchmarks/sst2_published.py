@@ -12,7 +12,7 @@ import argparse
 from typing import Any
 
 import numpy as np
-from common import KeptGradients, minilm_sst2, shared, table, write
+from common import GradientCache, minilm_sst2, shared, table, write
 from sst2 import AUTHORS, BATCH, BUDGETS, LENGTH, SAMPLES, STAGES
 
 from smelt.compression.base import METHODS, MethodContext
@@ -30,7 +30,7 @@ def main() -> None:
     batches = labeled_batches(
         sample, minilm_sst2().tokenizer, samples=None, max_length=LENGTH, batch_size=BATCH, seed=0, shuffle=False
     )
-    context = MethodContext(batches=batches, checkpoint=KeptGradients())
+    context = MethodContext(batches=batches, checkpoint=GradientCache())
     rows: list[dict[str, Any]] = []
     for stage in AUTHORS:
         for position, keep in enumerate(BUDGETS):

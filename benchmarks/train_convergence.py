@@ -18,8 +18,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from common import kept_rows, mean, shared, table, write
-from train_cells import WORKERS, Cell, cifar10, parser_of, run_cells, wikitext2, words
+from common import mean, previous_rows, shared, table, write
+from train_runs import WORKERS, Cell, cifar10, make_parser, run_cells, wikitext2, words
 
 NAME = "train_convergence"
 STEPS = {"gpt": 240, "gpt-long": 960, "gpt-sgd": 240, "resnet": 300, "cifar": 300}
@@ -65,7 +65,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     options = _options()
-    rows: list[Row] = kept_rows(NAME, True)
+    rows: list[Row] = previous_rows(NAME, True)
     done = {row["name"] for row in rows}
     start = perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--tasks", type=words, default=list(STEPS))
     parser.add_argument("--methods", type=words, help="all, or with --tune plain DDP")
     parser.add_argument("--densities", type=lambda text: list(map(float, words(text))), default=DENSITIES)

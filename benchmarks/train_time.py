@@ -26,8 +26,8 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
-from common import kept_rows, mean, shared, table, write
-from train_cells import WORKERS, Cell, parser_of, run_workers, words
+from common import mean, previous_rows, shared, table, write
+from train_runs import WORKERS, Cell, make_parser, run_workers, words
 
 NAME = "train_time"
 RATES = {"100mbit": 100e6, "1gbit": 1e9, "unlimited": None}  # bits per second of each rank's link, each way
@@ -49,7 +49,7 @@ def main() -> None:
     options = _options()
     if INSIDE not in os.environ and not options.text:
         _enter_namespace()
-    rows: list[Row] = kept_rows(options.name, True)
+    rows: list[Row] = previous_rows(options.name, True)
     end = perf_counter() + options.seconds
     if not options.text:
         _run("ip", "link", "add", BRIDGE, "type", "bridge")
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--links", type=words, default=list(RATES))
     parser.add_argument("--sizes", type=words, default=list(SIZES))
     parser.add_argument("--methods", type=words, default=METHODS)
@@ -238,7 +238,7 @@ def _table(own: list[Row]) -> str:
             [
                 _label(rows), str(len(rows)), f"{mean([row['bytes_a_step'] / 1e6 for row in rows]):,.3g}",
                 f"{1000 * mean([row['step_seconds'] for row in rows]):,.0f}",
-                f"{1000 * mean([row['processor_seconds'] for row in rows]):,.0f}",
+                f"{1000 * mean([row['cpu_seconds'] for row in rows]):,.0f}",
                 _span([base["step_seconds"] / row["step_seconds"] for row, base in pairs], "x"),
                 _span([row["steps"] for row in there], "", 0) if there else f"not in {rows[0]['steps']}",
                 _span([_seconds(row) for row in there], "", 1), _span(measuring, "", 1),

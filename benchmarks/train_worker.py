@@ -46,7 +46,7 @@ class StoppingTrainer(Trainer):
     def train_step(self) -> dict[str, Any]:
         before = process_time()
         line = super().train_step()
-        return {**line, "processor": process_time() - before}
+        return {**line, "cpu_seconds": process_time() - before}
 
     def log(self, entry: dict[str, Any], is_last: bool) -> None:
         super().log(entry, is_last)
@@ -132,7 +132,7 @@ def summary(folder: RunFolder) -> dict[str, Any]:
         "padding": _mean([line["padding"] for line in settled if line["padding"] is not None]),
         "step_seconds": _quantile(steps, 0.5),
         "quiet_step_seconds": _quantile(steps, 0.1),
-        "processor_seconds": _quantile([line["processor"] for line in settled], 0.5),  # of rank 0
+        "cpu_seconds": _quantile([line["cpu_seconds"] for line in settled], 0.5),  # of rank 0
         "longest_step_seconds": max((sum(line["phases"].values()) for line in lines), default=None),
         "phases": phases,
         "chosen": None if facts["decision"] is None else facts["decision"]["choices"],

@@ -13,7 +13,7 @@ import copy
 import time
 from typing import Any
 
-from common import KeptGradients, kept_rows, mean, shared, table, write
+from common import GradientCache, mean, previous_rows, shared, table, write
 
 from smelt.compression.base import MethodContext
 from smelt.compression.methods import METHODS
@@ -47,13 +47,13 @@ def main() -> None:
     base = load("smollm2-135m", device=options.device)
     dense = perplexity(base, test, context=CONTEXT, limit=limit, batch_size=BATCH).value
     print("dense", dense, flush=True)
-    rows = [row for row in kept_rows("wikitext2", options.resume) if "seed" in row]
+    rows = [row for row in previous_rows("wikitext2", options.resume) if "seed" in row]
     done = {(row["method"], row["removed"], row["seed"]) for row in rows}
     for seed in range(options.seeds):
         batches = text_batches(
             train, base.tokenizer, samples=options.samples, length=LENGTH, batch_size=BATCH, seed=seed
         )
-        context = MethodContext(batches=batches, seed=seed, checkpoint=KeptGradients())
+        context = MethodContext(batches=batches, seed=seed, checkpoint=GradientCache())
         for removed in REMOVED:
             for name, settings in SETTINGS.items():
                 if (name, removed, seed) in done:

@@ -73,12 +73,12 @@ class _Engine:
                 wanted.append(place)
         if llama_cpp.llama_decode(self.context, batch):
             raise RuntimeError("llama_decode failed")
-        found = []
+        results = []
         for place in wanted:
             logits = llama_cpp.llama_get_logits_ith(self.context, place)
             values = np.ctypeslib.as_array(ctypes.cast(logits, ctypes.POINTER(ctypes.c_float)), (self.vocabulary,))
-            found.append(int(values.argmax()))
-        return found
+            results.append(int(values.argmax()))
+        return results
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from common import table, write
-from long_prompts import answered, headings_of_runs, row_of_run
+from long_prompts import run_headings, run_requests, run_row
 
 from smelt.data.default import default_documents
 from smelt.kvcache.eviction.budgets import make_budget_rule
@@ -32,24 +32,24 @@ MODEL, SCORER, SEED = "smollm2-135m", "keydiff", 0
 def main() -> None:
     options = _options()
     plain = load(MODEL)
-    words = words_of(plain)
+    tokens = default_tokens(plain)
     begin = time.perf_counter()
-    profile = profile_of(plain, words["calibration"], options.keep)
+    profile = make_profile(plain, tokens["calibration"], options.keep)
     profiling = time.perf_counter() - begin
-    texts = sample_prompts(words["evaluation"] * 4, options.requests, options.prompt, SEED)
+    texts = sample_prompts(tokens["evaluation"] * 4, options.requests, options.prompt, SEED)
     rows: list[dict[str, Any]] = []
     for name, kv in (("plain pages", None), (f"head clusters, keep {options.keep:.0%}", profile)):
         engine = Engine(
             MODEL, max_model_len=4096, max_num_seqs=options.requests, max_num_batched_tokens=1024, kv_profile=kv,
             kv_cache_bytes=int(options.cache_gb * 1e9),
         )  # fmt: skip
-        rows.append({"engine": name, "path": engine.runner.backend, **answered(engine, texts, options.answer)})
+        rows.append({"engine": name, "path": engine.runner.backend, **run_requests(engine, texts, options.answer)})
         rows[-1] |= second_turn(engine, texts[:4])
         print(rows[-1], flush=True)
         write("serve_cpu_kv", rows, _text(rows, options, profiling))
 
 
-def words_of(model: Model) -> dict[str, list[int]]:
+def default_tokens(model: Model) -> dict[str, list[int]]:
     """Return the default text as tokens."""
     assert model.tokenizer is not None
     return {
@@ -58,8 +58,8 @@ def words_of(model: Model) -> dict[str, list[int]]:
     }
 
 
-def profile_of(model: Model, words: list[int], keep: float) -> EvictionProfile:
-    texts = sample_prompts(words, 12, 1024, SEED)
+def make_profile(model: Model, tokens: list[int], keep: float) -> EvictionProfile:
+    texts = sample_prompts(tokens, 12, 1024, SEED)
     kept_ratios = measure_kept_ratios(model, texts, make_scorer(SCORER), make_budget_rule("ada"), keep)
     return EvictionProfile.from_ratios(kv_shape_of(model), SCORER, keep, kept_ratios)
 
@@ -99,7 +99,7 @@ def _text(rows: list[dict[str, Any]], options: argparse.Namespace, profiling: fl
         "# A compressed KV cache on CPU\n\n"
         f"{MODEL}, prompts of {options.prompt:,} tokens, {options.cache_gb:g} GB of KV cache; a profile "
         f"by {SCORER} took {profiling:.0f} s. One run, seed {SEED}.\n\n"
-        + table(headings_of_runs(), [row_of_run(row) for row in rows])
+        + table(run_headings(), [run_row(row) for row in rows])
         + "\n\nThe next turn of a conversation: the share of the first prompt that is not recomputed, and the time to "
         "the first token.\n\n" + table(["engine", "cached", "ms"], turns) + "\n"
     )

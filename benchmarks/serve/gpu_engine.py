@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 import torch
-from common import copy_bandwidth, kept_rows, table, write
+from common import copy_bandwidth, previous_rows, table, write
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from smelt.models.model import Model
@@ -34,7 +34,7 @@ COMMON = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128
 
 def main() -> None:
     options = _options()
-    rows = kept_rows("serve_gpu", options.resume)
+    rows = previous_rows("serve_gpu", options.resume)
     bandwidth = copy_bandwidth()
     measures: list[tuple[str, Any]] = [("engine", lambda network, shape: ours(network, shape, bandwidth))]
     if options.peers:

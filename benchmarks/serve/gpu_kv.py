@@ -16,9 +16,9 @@ import time
 from typing import Any
 
 import torch
-from common import compiling, copy_bandwidth, table, write
+from common import copy_bandwidth, record_triton_compiles, table, write
 from gpu_engine import COMMON, SEED, random_network
-from long_prompts import answered, headings_of_runs, row_of_run
+from long_prompts import run_headings, run_requests, run_row
 
 from smelt.kernels.kv_quant import KV_QUANT_DTYPES
 from smelt.kvcache.eviction.budget import check_keep
@@ -53,8 +53,8 @@ def main() -> None:
         preparing = time.perf_counter() - begin
         everything = [] if name == "head clusters, keep 100 %" else options.answers
         for requests, answer in ((small_batch, options.short), *((options.requests, answer) for answer in everything)):
-            with compiling() as compiled:
-                run = answered(engine, prompts(requests, options.prompt), answer)
+            with record_triton_compiles() as compiled:
+                run = run_requests(engine, prompts(requests, options.prompt), answer)
             rows.append({"engine": name, "preparing": preparing, **run, "compiled": len(compiled)})
             print(rows[-1], compiled, flush=True)
         write(options.name, rows, _text(rows, options, bandwidth))
@@ -121,13 +121,13 @@ def _text(rows: list[dict[str, Any]], options: argparse.Namespace, bandwidth: fl
         f"Llama 8B shape, random bfloat16 weights, prompts of {options.prompt:,} tokens, {options.cache_gb:g} GB of "
         f"KV cache, chunks of {options.chunk:,}; copy bandwidth {bandwidth / 1e12:.2f} TB/s. One run; engines "
         "are warmed up before they are timed, as a server does before it reports ready.\n\n"
-        + table([*headings_of_runs(), "kernels compiled during the run"], [_cells(row) for row in rows])
+        + table([*run_headings(), "kernels compiled during the run"], [_cells(row) for row in rows])
         + "\n"
     )
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    return [*row_of_run(row), str(row["compiled"])]
+    return [*run_row(row), str(row["compiled"])]
 
 
 if __name__ == "__main__":

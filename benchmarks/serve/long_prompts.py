@@ -10,7 +10,7 @@ from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.sampling_params import SamplingParams
 
 
-def answered(engine: Engine, texts: list[list[int]], answer: int) -> dict[str, Any]:
+def run_requests(engine: Engine, texts: list[list[int]], answer: int) -> dict[str, Any]:
     """Measure everything from the first prompt to the last token, and the steps in which all running requests only
     decode.
     """
@@ -36,7 +36,7 @@ def answered(engine: Engine, texts: list[list[int]], answer: int) -> dict[str, A
     return {
         "requests": len(texts), "prompt": len(texts[0]), "answer": answer, "residents": residents,
         "seconds": last - start, "tokens_per_second": len(texts) * answer / (last - start),
-        "until_all_are_read": prefilled, "decoding_at_once": max_batch, "decode_ms": full * 1e3,
+        "prefill_seconds": prefilled, "decode_batch_size": max_batch, "decode_ms": full * 1e3,
         "decode_tokens_per_second": max_batch / full, "preemptions": engine.state()["preemptions"],
         "pages": engine.pool.blocks, "reading_steps": len(mixing),
         "reading_ms": statistics.median(mixing or [0.0]) * 1e3,
@@ -44,16 +44,16 @@ def answered(engine: Engine, texts: list[list[int]], answer: int) -> dict[str, A
     }  # fmt: skip
 
 
-def headings_of_runs() -> list[str]:
+def run_headings() -> list[str]:
     return [
         "engine", "requests", "tokens per answer", "at once", "seconds", "tokens/s", "seconds to prefill all",
         "decode: requests, ms per step", "decode tokens/s",
     ]  # fmt: skip
 
 
-def row_of_run(row: dict[str, Any]) -> list[str]:
+def run_row(row: dict[str, Any]) -> list[str]:
     return [
         row["engine"], str(row["requests"]), str(row["answer"]), str(row["residents"]), f"{row['seconds']:.1f}",
-        f"{row['tokens_per_second']:.0f}", f"{row['until_all_are_read']:.1f}",
-        f"{row['decoding_at_once']}: {row['decode_ms']:.1f}", f"{row['decode_tokens_per_second']:.0f}",
+        f"{row['tokens_per_second']:.0f}", f"{row['prefill_seconds']:.1f}",
+        f"{row['decode_batch_size']}: {row['decode_ms']:.1f}", f"{row['decode_tokens_per_second']:.0f}",
     ]  # fmt: skip

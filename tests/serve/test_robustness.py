@@ -8,7 +8,7 @@ import socket
 
 import httpx
 import pytest
-from benchmarks.serve.visitors import visits
+from benchmarks.serve.clients import run_clients
 
 from tests.serve.server_process import PATIENCE, Server
 
@@ -17,10 +17,10 @@ ALLOWED = 32 << 20  # bytes of growth attributed to allocator buffers
 
 def test_two_hundred_mixed_clients(server: Server) -> None:
     server.wait_until_idle()
-    asyncio.run(visits(server.url, range(1000, 1040)))  # warm up one-time allocations
+    asyncio.run(run_clients(server.url, range(1000, 1040)))  # warm up one-time allocations
     server.wait_until_idle()
     before = server.resident_bytes()
-    outcomes = asyncio.run(visits(server.url, range(200)))
+    outcomes = asyncio.run(run_clients(server.url, range(200)))
     assert (
         "wrong" not in outcomes
         and outcomes["leaves"] >= 30

@@ -84,7 +84,7 @@ def fused_gemv(
 
 
 def tiles_for(rows: int, normed: bool, gated: bool) -> tuple[int, int, int]:
-    """Return rows, columns and warps, the fastest on an H200 (benchmarks/serve/gpu_parts.py)."""
+    """Return rows, columns and warps, the fastest on an H200 (benchmarks/serve/gpu_engine_kernels.py)."""
     if rows >= 2**15:
         return 16, 256, 4
     if gated:

@@ -1,6 +1,6 @@
 """A complete run: SmolLM2-135M, 20% of the blocks' parameters removed, on CPU.
 
-    python benchmarks/speed.py
+    python benchmarks/compress_speed.py
 
 Time and peak memory of the command in a separate process, the step's own time and memory, and the latency of the
 pruned and the dense model, alternating: prefill of 128 tokens and decoding with a KV cache.
@@ -59,7 +59,7 @@ def main() -> None:
         + table(["latency, float32", "dense", "pruned", "speed-up (95 % interval)"], speeds)
     )
     content: dict[str, Any] = {"run": run, "decode_ms": {"new": new_ms, "base": base_ms}, "table": speeds}
-    write("speed", [content], text)
+    write("compress_speed", [content], text)
 
 
 def _compress(out: Path, result: Path) -> dict[str, Any]:

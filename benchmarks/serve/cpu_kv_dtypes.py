@@ -1,6 +1,6 @@
 """Quantized KV cache on CPU: capacity, speed, and perplexity.
 
-    PYTHONPATH=benchmarks python benchmarks/serve/cpu_kv_types.py [--prompt 2000] [--requests 8] [--texts 24]
+    PYTHONPATH=benchmarks python benchmarks/serve/cpu_kv_dtypes.py [--prompt 2000] [--requests 8] [--texts 24]
 
 SmolLM2-135M in its own 4-bit format, which computes in float32. Perplexity is over chunks of the default evaluation
 text, every token attending to the KV cache as stored in pages. Then each engine gets the same memory and the same
@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from common import table, write
-from cpu_kv import MODEL, SEED, profile_of, words_of
-from long_prompts import answered, headings_of_runs, row_of_run
+from cpu_kv import MODEL, SEED, default_tokens, make_profile
+from long_prompts import run_headings, run_requests, run_row
 
 from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.kernels.kv_quant import INT8, KV_QUANT_DTYPES
@@ -34,17 +34,17 @@ KV_CACHE_DTYPES = (None, *KV_QUANT_DTYPES)
 def main() -> None:
     options = _options()
     model = load(MODEL)
-    words = words_of(model)
-    profile = profile_of(model, words["calibration"], KEEP)
+    tokens = default_tokens(model)
+    profile = make_profile(model, tokens["calibration"], KEEP)
     rows: list[dict[str, Any]] = []
-    texts = sample_prompts(words["evaluation"] * 4, options.texts, LENGTH, SEED)
+    texts = sample_prompts(tokens["evaluation"] * 4, options.texts, LENGTH, SEED)
     for kv_dtype in KV_CACHE_DTYPES:
         rows.append(
             {"measure": "perplexity", "type": kv_dtype or "model", "perplexity": perplexity(model, texts, kv_dtype)}
         )
         rows[-1]["bytes"] = block_bytes(model.anatomy, 1, model.network.dtype, kv_dtype)
         print(rows[-1], flush=True)
-    long = sample_prompts(words["evaluation"] * 4, options.requests, options.prompt, SEED)
+    long = sample_prompts(tokens["evaluation"] * 4, options.requests, options.prompt, SEED)
     for kv, kv_dtype in (*((None, kv_dtype) for kv_dtype in KV_CACHE_DTYPES), (profile, None), (profile, INT8)):
         name = f"{'plain pages' if kv is None else f'head clusters, keep {KEEP:.0%}'}, {kv_dtype or 'model'}"
         engine = Engine(
@@ -57,9 +57,9 @@ def main() -> None:
             kv_cache_bytes=int(options.cache_gb * 1e9),
         )
         assert engine.runner.backend.startswith("compiled-cpu"), engine.runner.backend
-        rows.append({"measure": "run", "engine": name, **answered(engine, long, options.answer)})
+        rows.append({"measure": "run", "engine": name, **run_requests(engine, long, options.answer)})
         print(rows[-1], flush=True)
-        write("serve_cpu_kv_types", rows, _text(rows, options))
+        write("serve_cpu_kv_dtypes", rows, _text(rows, options))
 
 
 @torch.inference_mode()
@@ -94,7 +94,7 @@ def _options() -> argparse.Namespace:
 
 def _text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
     quality = [row for row in rows if row["measure"] == "perplexity"]
-    runs = [row_of_run(row) for row in rows if row["measure"] == "run"]
+    runs = [run_row(row) for row in rows if row["measure"] == "run"]
     baseline = quality[0]
     cells = [
         [
@@ -110,7 +110,7 @@ def _text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
         f"{SEED}. Keys in int4 are first multiplied by a Hadamard matrix.\n\n"
         + table(["dtype", "bytes per token", "perplexity", "change"], cells)
         + f"\n\nPrompts of {options.prompt:,} tokens, {options.cache_gb:g} GB of KV cache. One run.\n\n"
-        + table(headings_of_runs(), runs) + "\n"
+        + table(run_headings(), runs) + "\n"
     )  # fmt: skip
 
 

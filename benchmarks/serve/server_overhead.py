@@ -1,6 +1,6 @@
 """Overhead in front of the engine: how soon a server is ready, and what a streamed token costs its processes.
 
-    PYTHONPATH=benchmarks python benchmarks/serve/front.py [--starts 3]
+    PYTHONPATH=benchmarks python benchmarks/serve/server_overhead.py [--starts 3]
 
 Startup is of `smelt serve smollm2-135m`, from the command to the first 200 of /health, with the model in the cache. The
 cost is CPU time, as counted by the system, of a small model with random weights, whose network costs next to nothing.
@@ -42,7 +42,7 @@ def main() -> None:
             rows += [{"what": "streams", **asyncio.run(streamed(server, streams))} for streams in STREAMS]
         finally:
             server.end()
-    write("serve_front", rows, _text(rows))
+    write("serve_overhead", rows, _text(rows))
 
 
 def seconds_until_ready(model: str) -> float:
@@ -69,11 +69,11 @@ def seconds_until_ready(model: str) -> float:
 async def streamed(server: Server, streams: int) -> dict[str, Any]:
     """Stream TOKENS tokens to this many clients at once: tokens per second, and CPU time per token."""
     processes = {"server": server.process.pid, "engine": server.state()["worker"]}
-    before, begun = {name: _processor_seconds(pid) for name, pid in processes.items()}, time.monotonic()
+    before, begun = {name: _cpu_seconds(pid) for name, pid in processes.items()}, time.monotonic()
     async with httpx.AsyncClient(timeout=120) as client:
         chunks = await asyncio.gather(*(_answer(client, server.url, number) for number in range(streams)))
     seconds, tokens = time.monotonic() - begun, streams * TOKENS
-    cost = {f"{name}_us": 1e6 * (_processor_seconds(pid) - before[name]) / tokens for name, pid in processes.items()}
+    cost = {f"{name}_us": 1e6 * (_cpu_seconds(pid) - before[name]) / tokens for name, pid in processes.items()}
     return {"streams": streams, "tokens_per_second": tokens / seconds, "tokens_a_chunk": tokens / sum(chunks), **cost}
 
 
@@ -88,7 +88,7 @@ async def _answer(client: httpx.AsyncClient, url: str, number: int) -> int:
     return count
 
 
-def _processor_seconds(pid: int) -> float:
+def _cpu_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -29,7 +29,7 @@ def words(text: str) -> list[str]:
     return text.split(",")
 
 
-def parser_of(description: str | None) -> argparse.ArgumentParser:
+def make_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options of every resumable benchmark."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seeds", type=lambda text: list(map(int, words(text))), default=[0, 1, 2])

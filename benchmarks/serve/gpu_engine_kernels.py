@@ -1,6 +1,6 @@
 """The kernels of the engine on one GPU, each against the bandwidth of a large copy, or against PyTorch's own.
 
-    PYTHONPATH=src:benchmarks python benchmarks/serve/gpu_parts.py [--tune]
+    PYTHONPATH=src:benchmarks python benchmarks/serve/gpu_engine_kernels.py [--tune]
 
 Shapes of Llama 1B and 8B, bf16, random values. Times are of calls inside a CUDA graph; matrices and pages exceed the L2
 cache and are used in turn. `--tune` measures other tile sizes beside the configured ones.
@@ -47,7 +47,7 @@ def main() -> None:
     for shape in WIDTHS:
         for work in options.works:
             rows += WORKS[work](shape, bandwidth, options.tune)
-            write("serve_gpu_parts", rows, _text(rows, bandwidth))
+            write("serve_gpu_kernels", rows, _text(rows, bandwidth))
 
 
 def _random(*shape: int) -> Tensor:
@@ -86,7 +86,7 @@ def vectors(shape: str, bandwidth: float, tune: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def _check(found: Tensor, x: Tensor, norm: Tensor, matrix: Tensor, kind: str, y: Tensor) -> None:
+def _check(actual: Tensor, x: Tensor, norm: Tensor, matrix: Tensor, kind: str, y: Tensor) -> None:
     if kind == "add":
         return  # works in place and was already called: covered by the tests
     wide = x.double()
@@ -95,7 +95,7 @@ def _check(found: Tensor, x: Tensor, norm: Tensor, matrix: Tensor, kind: str, y:
     if kind == "gate":
         gates, through = expected.chunk(2, dim=-1)
         expected = F.silu(gates) * through
-    assert float((found.double() - expected).norm() / expected.norm()) < 5e-3
+    assert float((actual.double() - expected).norm() / expected.norm()) < 5e-3
 
 
 def _pages(shape: str, requests: int) -> tuple[list[list[Tensor]], Tensor]:

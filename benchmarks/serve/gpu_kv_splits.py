@@ -1,6 +1,6 @@
 """One layer's decode attention for small and large batches, in pages of head clusters: how heads are split.
 
-    PYTHONPATH=src:benchmarks python benchmarks/serve/gpu_kv_parts.py [--prompt 32768] [--kv-types int8 fp8 int4]
+    PYTHONPATH=src:benchmarks python benchmarks/serve/gpu_kv_splits.py [--prompt 32768] [--kv-types int8 fp8 int4]
 
 Splits in proportion to budgets, as in the table of `serve/engine/per_head/parts.py`, against one number of splits for
 all heads; pages of clusters that keep everything against plain ones, and plain ones quantized.
@@ -38,7 +38,7 @@ def main() -> None:
     options = parser.parse_args()
     bandwidth = copy_bandwidth()
     rows = splitting(options.prompt, bandwidth, options.kv_types)
-    write("serve_gpu_kv_parts", rows, _text(rows, bandwidth))
+    write("serve_gpu_kv_splits", rows, _text(rows, bandwidth))
 
 
 def splitting(length: int, bandwidth: float, kinds: Sequence[str]) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """The overhead of `auto` where no method pays: alternating cells of plain DDP and of `auto`.
 
-    PYTHONPATH=src:benchmarks python benchmarks/train_auto_free.py [--sizes small,large] [--pairs 5] [--steps 60]
+    PYTHONPATH=src:benchmarks python benchmarks/train_auto_overhead.py [--sizes small,large] [--pairs 5] [--steps 60]
 
 Four ranks on this machine's loopback, the models of `train_time.py`. Cells alternate, since times drift by more than
 the difference: every cell of `auto` is compared with those of plain DDP before and after it. The time of a cell is the
@@ -14,7 +14,7 @@ import statistics
 from typing import Any
 
 from common import table, write
-from train_cells import WORKERS, Cell, run_cells, words
+from train_runs import WORKERS, Cell, run_cells, words
 from train_time import SIZES, cell_of
 
 METHOD = "auto@0.01"
@@ -38,7 +38,7 @@ def main() -> None:
             if method == METHOD:
                 chosen.add(str(result["chosen"] or "none"))
         rows.append({"size": size, "parameters": parameters, "ms": times, "chosen": sorted(chosen), **ratios(times)})
-        write("train_auto_free", rows, _text(rows, options.steps))
+        write("train_auto_overhead", rows, _text(rows, options.steps))
 
 
 def _cells(size: str, pairs: int, steps: int) -> list[Cell]:

@@ -12,13 +12,13 @@ from typing import Any
 
 import httpx
 
-KINDS = ("whole", "stream", "leaves", "leaves early", "slow", "stop")
+BEHAVIORS = ("whole", "stream", "leaves", "leaves early", "slow", "stop")
 
 
-async def visit(client: httpx.AsyncClient, number: int) -> str:
-    """Run one request whose behavior depends on its number; return its outcome."""
+async def run_client(client: httpx.AsyncClient, number: int) -> str:
+    """Run run_limited request whose behavior depends on its number; return its outcome."""
     rng = random.Random(number)
-    behavior = KINDS[number % len(KINDS)]
+    behavior = BEHAVIORS[number % len(BEHAVIORS)]
     body: dict[str, Any] = {
         "prompt": [rng.randrange(32, 127) for _ in range(rng.randrange(1, 200))],
         "max_tokens": rng.randrange(1, 120), "seed": number, "n": rng.choice((1, 1, 2, 4)), "ignore_eos": True,
@@ -39,8 +39,8 @@ async def visit(client: httpx.AsyncClient, number: int) -> str:
         return behavior
 
 
-async def _streamed(client: httpx.AsyncClient, body: dict[str, Any], kind: str, chance: random.Random) -> str:
-    leaves_after = chance.randrange(1, 20) if kind == "leaves" else 10**9
+async def _streamed(client: httpx.AsyncClient, body: dict[str, Any], behavior: str, rng: random.Random) -> str:
+    leaves_after = rng.randrange(1, 20) if behavior == "leaves" else 10**9
     count, last = 0, ""
     async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
         if answer.status_code != 200:
@@ -48,21 +48,21 @@ async def _streamed(client: httpx.AsyncClient, body: dict[str, Any], kind: str, 
         async for line in answer.aiter_lines():
             count, last = count + 1, line or last
             if count >= leaves_after:
-                return kind
-            if kind == "slow" and count % 10 == 0:
+                return behavior
+            if behavior == "slow" and count % 10 == 0:
                 await asyncio.sleep(0.005)
-    return kind if last == "data: [DONE]" else "wrong"
+    return behavior if last == "data: [DONE]" else "wrong"
 
 
-async def visits(url: str, numbers: range, at_once: int = 40) -> Counter[str]:
+async def run_clients(url: str, numbers: range, concurrency: int = 40) -> Counter[str]:
     """Run many of them; return how many ended in each way."""
-    gate = asyncio.Semaphore(at_once)
-    limits = httpx.Limits(max_connections=at_once, max_keepalive_connections=at_once)
+    gate = asyncio.Semaphore(concurrency)
+    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
 
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
 
-        async def one(number: int) -> str:
+        async def run_limited(number: int) -> str:
             async with gate:
-                return await visit(client, number)
+                return await run_client(client, number)
 
-        return Counter(await asyncio.gather(*(one(number) for number in numbers)))
+        return Counter(await asyncio.gather(*(run_limited(number) for number in numbers)))

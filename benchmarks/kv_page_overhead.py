@@ -1,6 +1,6 @@
 """The cost of heads sharing pages: on a skewed profile of 36 layers of 8 heads, and on a profile of a real model.
 
-    python benchmarks/kv_waste.py [--profile MODEL.kv.json]
+    python benchmarks/kv_page_overhead.py [--profile MODEL.kv.json]
 
 Pages of 16 tokens for a prompt of 32,768: every head on its own (the ideal), clusters over all layers, clusters within
 a layer, adjacent heads, and every head as much as the largest.
@@ -31,7 +31,7 @@ def main() -> None:
     if options.profile is not None:
         profile = EvictionProfile.load(options.profile)
         rows += measured(f"{profile.shape.model_type}, {profile.scorer}", profile.rescaled(profile.keep_ratio))
-    write("kv_waste", rows, _text(rows))
+    write("kv_page_overhead", rows, _text(rows))
 
 
 def skewed(seed: int) -> Tensor:
