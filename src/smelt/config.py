@@ -8,6 +8,8 @@ module may or may not postpone its annotations. Field metadata it knows, as `fie
     renamed_values  mapping of old to new values: accepted with a FutureWarning
     aliases         mapping of further spellings to values, such as {"auto": None}
     example         shown in the error when a required key is missing
+    minimum, maximum  range of a number, which must then be finite
+    description     of the key, in the JSON Schema
 
 A class with a `from_config(value)` classmethod parses its own value; its `config_schema()` describes it, and its
 `config_class(mapping)` returns the dataclass whose fields a mapping sets.
@@ -16,6 +18,7 @@ A class with a `from_config(value)` classmethod parses its own value; its `confi
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import types
 import warnings
@@ -185,7 +188,19 @@ def _field_value(key: str, value: Any, hint: Any, metadata: Mapping[str, Any], w
     if isinstance(value, str) and value in renamed:
         warn_renamed(f"{key}: {value}", f"{key}: {renamed[value]}", where)
         value = renamed[value]
-    return _convert(value, hint, key, where)
+    result = _convert(value, hint, key, where)
+    _check_range(result, metadata, key, where)
+    return result
+
+
+def _check_range(value: Any, metadata: Mapping[str, Any], key: str, where: str) -> None:
+    low, high = metadata.get("minimum"), metadata.get("maximum")
+    if (low is None and high is None) or not isinstance(value, int | float):
+        return
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    if not (low <= value <= high and math.isfinite(value)):
+        bounds = [f"at least {low:g}"] * math.isfinite(low) + [f"at most {high:g}"] * math.isfinite(high)
+        raise ConfigError(f"{key} of {where} must be {' and '.join(bounds)}, not {value!r:.80}.")
 
 
 class _Mismatch(Exception):
@@ -342,6 +357,7 @@ def object_schema(cls: type) -> dict[str, Any]:
         spellings = [*metadata.get("aliases", {}), *metadata.get("renamed_values", {})]
         if spellings:
             schema = {"anyOf": [schema, {"enum": spellings}]}
+        schema |= {key: metadata[key] for key in ("description", "minimum", "maximum") if key in metadata}
         default = _plain_default(field)
         properties[field.name] = schema if default is MISSING else {**schema, "default": default}
         if field.default is MISSING and field.default_factory is MISSING:

@@ -21,11 +21,11 @@ import smelt
 from smelt.errors import RequestError, SmeltError
 from smelt.serve.cluster import client as client_file
 from smelt.serve.cluster.client import LOST_SECONDS, MAX_ATTEMPTS, ClusterClient
-from smelt.serve.cluster.placement import Placement, placed
+from smelt.serve.cluster.placement import Placement, resolve_placement
 from smelt.serve.cluster.ray_serve import RayServe, _sentence
 from smelt.serve.cluster.supervisor import ClusterSupervisor
 from smelt.serve.engine.sampling_params import SamplingParams
-from smelt.serve.server.settings import ServerLimits
+from smelt.serve.server.settings import ServeConfig, ServerLimits
 from smelt.serve.worker.client import TokenEvent, WorkerDiedError
 from smelt.serve.worker.messages import EngineReady, decode
 
@@ -236,13 +236,14 @@ def test_replicas_that_die_too_often_are_given_up() -> None:
 def test_resources_per_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
-    assert placed(3, "", None, "cpu", 1) == Placement(3, cpus=2)
-    assert placed(16, "", None, "cpu", 1).cpus == 1
-    assert placed(2, "10.0.0.1:6379", 4, "cuda", 2) == Placement(2, "10.0.0.1:6379", cpus=4, gpus=2)
+    assert resolve_placement(ServeConfig(replicas=3)) == Placement(3, cpus=2)
+    assert resolve_placement(ServeConfig(replicas=16)).cpus == 1
+    config = ServeConfig(replicas=2, ray_address="10.0.0.1:6379", replica_cpus=4, device="cuda", tensor_parallel_size=2)
+    assert resolve_placement(config) == Placement(2, "10.0.0.1:6379", cpus=4, gpus=2)
     with pytest.raises(SmeltError, match="use --device cuda instead of cuda:1"):
-        placed(2, "", None, "cuda:1", 1)
+        resolve_placement(ServeConfig(replicas=2, device="cuda:1"))
     with pytest.raises(SmeltError, match="machine of the cluster"):
-        placed(2, "ray://10.0.0.1:10001", None, "cpu", 1)
+        resolve_placement(ServeConfig(replicas=2, ray_address="ray://10.0.0.1:10001"))
 
 
 class Ray(ModuleType):

@@ -23,7 +23,7 @@ COMMANDS = {
     "plan": "Estimate memory, time and disk of a recipe before running it; refuse what cannot fit.",
     "compress": "Compress a model with a recipe or one method; save it, verify that it reloads, and report the cost.",
     "migrate": "Rewrite the old keys of a recipe or training configuration.",
-    "schema": "Print the JSON Schema of recipes or training configurations, for editors.",
+    "schema": "Print the JSON Schema of recipes, or of training or server configurations, for editors.",
     "eval": "Measure quality on data; with --against, compare with a base model, with a confidence interval.",
     "bench": "Measure latency and memory on this machine: median and spread after warmup.",
     "kv": "Profile the KV cache: `kv profile` finds how many tokens each head needs, over real texts.",

@@ -25,7 +25,8 @@ def _json_path(path: Path | None) -> Path | None:
     return path
 
 
-def _device(name: str) -> str:
+def check_device(name: str) -> str:
+    """Refuse a name that is not cpu, cuda or cuda:N."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise SmeltError(f"there is no device {name!r}; use cpu, cuda, or cuda:1 for the second one.")
     return name
@@ -35,7 +36,7 @@ JsonOption = Annotated[
     Path | None, typer.Option("--json", callback=_json_path, help="Also write the result to this file as JSON.")
 ]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Random seed.")]
-DeviceOption = Annotated[str, typer.Option("--device", callback=_device, help="Where to run: cpu or cuda.")]
+DeviceOption = Annotated[str, typer.Option("--device", callback=check_device, help="Where to run: cpu or cuda.")]
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A bundled name, a folder, a .gguf file or a hub id.")
 ]

@@ -39,7 +39,7 @@ class RayServe:
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
-        self.local = not placement.cluster
+        self.local = not placement.ray_address
         self.name = f"smelt-{uuid.uuid4().hex[:8]}"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
         self._folder: Path | None = None
@@ -75,7 +75,7 @@ class RayServe:
             min_cpus = self.placement.cpus * self.placement.replicas
             start_alone(str(self._folder), num_cpus=max(os.cpu_count() or 1, int(min_cpus + 0.999)))
         else:
-            join_cluster(self.placement.cluster)
+            join_cluster(self.placement.ray_address)
         self._check_room()
 
     def _check_room(self) -> None:

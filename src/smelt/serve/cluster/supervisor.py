@@ -49,7 +49,7 @@ class ClusterSupervisor(EngineSupervisor):
             self.metrics.restarts.inc()
 
 
-def supervised(
+def supervise_replicas(
     placement: Placement, settings: ServerSettings, observe: Observer, options: dict[str, Any]
 ) -> ClusterSupervisor:
     """Run the engines as Ray Serve replicas instead of in a subprocess."""

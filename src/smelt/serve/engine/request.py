@@ -81,12 +81,19 @@ class Request:
         return self.tokens[len(self.prompt) :]
 
 
-def check_prompt(prompt: Sequence[int], max_model_len: int, vocab_size: int) -> None:
-    """Refuse a prompt that the model cannot read; called where a prompt enters."""
+class ContextLengthError(RequestError):
+    """Prompt and answer together are longer than the context."""
+
+
+def check_prompt(prompt: Sequence[int], max_model_len: int, vocab_size: int, max_tokens: int = 1) -> None:
+    """Refuse a prompt that the model cannot read, or that leaves no space for an answer of `max_tokens`."""
     if not prompt:
         raise RequestError("the prompt is empty; give at least one token.")
-    if len(prompt) >= max_model_len:
-        raise RequestError(f"the prompt has {len(prompt):,} tokens; with an answer it must fit into {max_model_len:,}.")
+    if len(prompt) + max_tokens > max_model_len:
+        answer = "an answer" if max_tokens == 1 else f"an answer of {max_tokens:,}"
+        raise ContextLengthError(
+            f"the prompt has {len(prompt):,} tokens; with {answer} it must fit into {max_model_len:,}."
+        )
     check_tokens(prompt, vocab_size)
 
 

@@ -54,7 +54,8 @@ async def _prompts(service: Service, body: CompletionRequest) -> tuple[list[str]
             prompts.append(await service.tokenizer.encode(prompt))
             texts.append(prompt)
         else:
-            service.check_tokens(prompt)
+            if body.echo:
+                service.check_tokens(prompt)  # before they are decoded
             prompts.append(prompt)
             texts.append(await service.tokenizer.decode(prompt) if body.echo else "")
     return texts, prompts

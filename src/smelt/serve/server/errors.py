@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from smelt.errors import RequestError
+from smelt.serve.engine.request import ContextLengthError
 from smelt.serve.worker.client import WorkerDiedError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -46,7 +47,8 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        return ApiError(400, str(error))
+        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+        return ApiError(400, str(error), code=code)
     if isinstance(error, WorkerDiedError):
         return ApiError(500, str(error), code="engine_died")
     return ApiError(500, "the server failed to handle this request; this is a bug.", code="internal_error")

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.errors import ModelError, RequestError
-from smelt.serve.engine.request import check_tokens
+from smelt.serve.engine.request import check_prompt, check_tokens
 from smelt.serve.engine.sampling_params import SamplingParams
-from smelt.serve.server.errors import ApiError
+from smelt.serve.server.errors import ApiError, as_api_error
 from smelt.serve.server.metrics import ServerMetrics
-from smelt.serve.server.settings import ServerSettings
+from smelt.serve.server.settings import ServeConfig, ServerSettings
 from smelt.serve.server.supervisor import EngineSupervisor
 from smelt.serve.server.tokenization import AsyncTokenizer
 from smelt.serve.worker.client import EngineClient, Observer, OtherModelError
@@ -21,7 +21,6 @@ from smelt.serve.worker.client import EngineClient, Observer, OtherModelError
 if TYPE_CHECKING:
     from smelt.serve.encoder import Encoder
 
-DEFAULT_MAX_NUM_SEQS = 256
 Supervise = Callable[[ServerSettings, Observer, dict[str, Any]], EngineSupervisor]  # the last: engine options
 
 
@@ -112,7 +111,7 @@ class Service:
 
     @property
     def _max_num_seqs(self) -> int:
-        return int(self.settings.engine.get("max_num_seqs") or DEFAULT_MAX_NUM_SEQS)
+        return int(self.settings.engine.get("max_num_seqs") or ServeConfig.max_num_seqs)
 
     @property
     def _capacity(self) -> int:
@@ -156,22 +155,22 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def check_prompt(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        if not prompt:
-            raise ApiError(400, "the prompt is empty; send at least one token.", param="prompt")
-        total = len(prompt) + (sampling.max_tokens or 1)
-        if len(prompt) > self.tokenizer.max_tokens or total > self.max_model_len:
-            message = (
-                f"the prompt has {len(prompt):,} tokens and max_tokens is {sampling.max_tokens or 1:,}; prompt and "
-                f"answer together may have at most {min(self.max_model_len, self.tokenizer.max_tokens + 1):,} tokens."
-            )
-            raise ApiError(400, message, code="context_length_exceeded")
-        self.check_tokens(prompt)
+        """Apply the engine's check here too: after a stream has begun, a status of 400 would come too late.
+
+        A prompt must also fit into the KV cache, which may be smaller than the context; a longer answer ends there.
+        """
+        max_tokens = sampling.max_tokens or 1
+        max_model_len = min(self.max_model_len, self.tokenizer.max_tokens + max_tokens)
+        try:
+            check_prompt(prompt, max_model_len, self.vocab_size, max_tokens)
+        except RequestError as error:
+            raise as_api_error(error) from error
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         try:
             check_tokens(tokens, self.vocab_size)
         except RequestError as error:
-            raise ApiError(400, str(error)) from error
+            raise as_api_error(error) from error
 
     async def stop(self) -> None:
         if self.supervisor is not None:

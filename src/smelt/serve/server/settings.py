@@ -1,14 +1,22 @@
-"""Server settings, and the limits that every request is checked against."""
+"""Options of `smelt serve`, the settings that a server is built from, and the limits of every request.
+
+Nothing here imports torch: the server starts while the engine's process still does.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import dataclasses
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from smelt.errors import ConfigError
+from smelt.serve.server.auth import check_binding, read_keys
 
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """ServerLimits checked before the engine sees a request. Timeouts are in seconds."""
+    """Limits checked before the engine sees a request. Timeouts are in seconds."""
 
     max_body_bytes: int = 4 << 20
     max_header_bytes: int = 32 << 10  # including path and query
@@ -27,7 +35,7 @@ class ServerLimits:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """ServerSettings of one server."""
+    """Everything that a running server needs: resolved, with hashed API keys."""
 
     model: str
     name: str = ""  # in the API; by default the last part of `model`
@@ -35,7 +43,122 @@ class ServerSettings:
     port: int = 8000
     keys: frozenset[bytes] = frozenset()  # SHA-256 of each API key; if empty, none is required
     device: str = "cpu"
-    engine: dict[str, Any] = field(default_factory=dict)  # engine options
+    engine: dict[str, Any] = field(default_factory=dict)  # fields of EngineConfig and KVCacheConfig
     adapters: dict[str, str] = field(default_factory=dict)  # LoRA adapters: folders by name
     limits: ServerLimits = ServerLimits()
     replicas: int = 1
+
+
+def _option(default: Any, description: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"description": description, **metadata})
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Options of `smelt serve`: each field is a flag, and a key of the file that --config names."""
+
+    host: str = _option(ServerSettings.host, "Address to listen on; any but loopback requires API keys.")
+    port: int = _option(ServerSettings.port, "Port to listen on; 0: any free one.", minimum=0, maximum=65535)
+    api_key_file: str | None = _option(None, "API keys, one per line; then every route requires one.", metavar="FILE")
+    served_model_name: str = _option("", "Model name in the API; by default the last part of MODEL.")
+    device: str = _option("cpu", "Where to run: cpu or cuda.")
+    max_model_len: int | None = _option(None, "Maximum tokens of prompt and answer together.", minimum=2)
+    kv_cache_gib: float | None = _option(None, "Memory of the KV cache in GiB.", minimum=0.0001)
+    max_num_seqs: int = _option(256, "Maximum sequences in one batch.", minimum=1, maximum=4096)
+    max_num_batched_tokens: int = _option(2048, "Maximum tokens computed in one step.", minimum=1)
+    enable_prefix_caching: bool = _option(True, "Reuse the KV cache of shared prefixes.")
+    kv_profile: str | None = _option(None, "Per-head KV cache budgets written by `smelt kv profile`.", metavar="FILE")
+    kv_select: Literal["pages"] | None = _option(
+        None, "Sparse page attention: evict nothing, attend to few pages.", metavar="pages"
+    )
+    kv_budget: int = _option(4096, "With --kv-select: tokens that a token attends to.", minimum=1, metavar="TOKENS")
+    kv_offload: bool = _option(False, "With --kv-select: keep pages in host memory and fetch the important ones.")
+    kv_token_cap: int | None = _option(
+        None, "Maximum tokens a request caches; longer texts are compressed.", metavar="TOKENS"
+    )
+    kv_cache_dtype: Literal["model", "int8", "fp8", "int4"] | None = _option(
+        None, "model, int8, fp8 or int4; by default as the artifact says.", metavar="DTYPE"
+    )
+    max_queued: int = _option(
+        ServerLimits.max_queued, "Maximum waiting answers; more are refused with status 429.", minimum=0
+    )
+    shutdown_timeout: float = _option(
+        ServerLimits.shutdown_timeout, "Seconds that running requests get to finish on shutdown.", minimum=0
+    )
+    step_timeout: float = _option(
+        ServerLimits.step_timeout, "Seconds without a finished step before the engine is killed.", minimum=0.5
+    )
+    client_timeout: float = _option(
+        ServerLimits.client_timeout, "Seconds after which a client that reads nothing is dropped.", minimum=0.5
+    )
+    lora_modules: tuple[str, ...] = _option(
+        (), "A LoRA adapter served as NAME; may be repeated.", metavar="NAME=FOLDER"
+    )
+    tensor_parallel_size: int = _option(1, "Devices that the model is sharded over.", minimum=1, maximum=64)
+    replicas: int = _option(
+        ServerSettings.replicas, "Engines with a copy of the model each, run by Ray Serve (smelt[cluster]).",
+        minimum=1, maximum=1024,
+    )  # fmt: skip
+    ray_address: str = _option("", "A running Ray cluster; by default this machine only.", metavar="ADDRESS")
+    replica_cpus: float | None = _option(
+        None, "Cores per replica; by default an equal share of this machine.", minimum=0.1
+    )
+    max_restarts: int = _option(
+        ServerLimits.max_restarts, "Engine restarts within ten minutes before the server exits.", minimum=0
+    )
+
+    def resolve(self, model: str) -> ServerSettings:
+        """Refuse what cannot work, before the model is loaded; return the settings of its server."""
+        keys = read_keys(Path(self.api_key_file)) if self.api_key_file is not None else frozenset()
+        check_binding(self.host, keys)
+        self._check_kv_cache()
+        values = dataclasses.asdict(self)
+        limits = ServerLimits(**{name: values[name] for name in _names(ServerLimits) & values.keys()})
+        return ServerSettings(
+            model, self.served_model_name, self.host, self.port, keys, self.device, self._engine_fields(),
+            _adapter_folders(self.lora_modules), limits, self.replicas,
+        )  # fmt: skip
+
+    def _engine_fields(self) -> dict[str, Any]:
+        return {
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "kv_cache_bytes": None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30),
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "prefix_cache": self.enable_prefix_caching,
+            "kv_profile": self.kv_profile,
+            "page_selection": {"token_budget": self.kv_budget} if self.kv_select else None,
+            "kv_offload": {} if self.kv_offload else None,
+            "kv_token_cap": self.kv_token_cap,
+        }
+
+    def _check_kv_cache(self) -> None:
+        if self.kv_token_cap is not None and (self.kv_profile is not None or self.kv_select):
+            other = "--kv-profile" if self.kv_profile is not None else "--kv-select"
+            raise ConfigError(f"--kv-token-cap and {other} cannot be combined; choose one of them.")
+        if self.kv_token_cap is not None and self.kv_token_cap < 1:
+            raise ConfigError(
+                f"--kv-token-cap must be a positive number of tokens, not {self.kv_token_cap}; try some thousands."
+            )
+        if self.kv_profile is not None and not Path(self.kv_profile).is_file():
+            raise ConfigError(f"--kv-profile {self.kv_profile} is not a file; `smelt kv profile` writes one.")
+        if self.kv_offload and not self.kv_select:
+            raise ConfigError("--kv-offload requires --kv-select pages.")
+
+
+def _names(cls: type) -> set[str]:
+    return {each.name for each in fields(cls)}
+
+
+def _adapter_folders(modules: tuple[str, ...]) -> dict[str, str]:
+    folders: dict[str, str] = {}
+    for module in modules:
+        name, equals, folder = module.partition("=")
+        if not name or not equals or not folder:
+            raise ConfigError(f"--lora-modules {module!r} is not NAME=FOLDER.")
+        if name in folders:
+            raise ConfigError(f"--lora-modules names {name!r} twice; give each adapter its own name.")
+        folders[name] = folder
+    return folders
