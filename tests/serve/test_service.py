@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,26 @@ import pytest
 
 from smelt.serve.server import generation, stream
 from smelt.serve.server.app import create_app
+from smelt.serve.server.generation import PING_SECONDS
 from smelt.serve.server.service import Service
 from smelt.serve.server.settings import ServerLimits, ServerSettings
 from smelt.serve.server.tokenization import AsyncTokenizer, _FastDecoder
-from smelt.serve.worker.client import EngineClient
+from smelt.serve.worker.client import EngineClient, TokenEvent, TokenStream
 from tests.character_tokenizer import character_tokenizer
 from tests.serve.fake_engine import pretending
 from tests.serve.server_process import tokenizer
 
 
-def ping_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (generation, stream):
-        monkeypatch.setattr(module, "PING_SECONDS", 0.1)
+class Clock:
+    """Stand in for the module `time`: time passes only when a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        for module in (generation, stream):
+            monkeypatch.setattr(module, "time", self)
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 def answered(model_folder: Path, path: str, body: dict[str, Any]) -> httpx.Response:
@@ -46,10 +55,16 @@ def answered(model_folder: Path, path: str, body: dict[str, Any]) -> httpx.Respo
 def test_a_silent_engine(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A streaming client receives pings; after the timeout both clients get an error."""
     monkeypatch.setattr(EngineClient, "command", pretending("ready()\nwhile True: pipe.receive()"))
-    ping_soon(monkeypatch)
+    clock = Clock(monkeypatch)
+
+    async def time_out(self: TokenStream, timeout: float) -> list[TokenEvent]:
+        clock.now += timeout
+        return []
+
+    monkeypatch.setattr(TokenStream, "next", time_out)
 
     async def main() -> list[httpx.Response]:
-        service = Service(ServerSettings(str(model_folder), limits=ServerLimits(request_timeout=0.35)))
+        service = Service(ServerSettings(str(model_folder), limits=ServerLimits(request_timeout=2.5 * PING_SECONDS)))
         await service.start()
         transport = httpx.ASGITransport(create_app(service))  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
@@ -63,37 +78,47 @@ def test_a_silent_engine(model_folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     streamed, complete = asyncio.run(main())
     *pings, error, done = [line for line in streamed.text.split("\n\n") if line]
-    assert set(pings) == {": still here"} and 1 <= len(pings) <= 4 and done == "data: [DONE]"
+    assert pings == [": still here"] * 2 and done == "data: [DONE]"
     for error_body in (json.loads(error.removeprefix("data: ")), complete.json()):
-        assert "longer than 0.35 seconds" in error_body["error"]["message"]
+        assert f"longer than {2.5 * PING_SECONDS:g} seconds" in error_body["error"]["message"]
     assert complete.status_code == 504
 
 
 @pytest.mark.parametrize(
-    ("path", "asked"),
-    [("completions", {"prompt": [1]}), ("chat/completions", {"messages": [{"role": "user", "content": "x"}]})],
+    ("path", "body", "num_chunks"),
+    [("completions", {"prompt": [1]}, 1), ("chat/completions", {"messages": [{"role": "user", "content": "x"}]}, 2)],
 )
 def test_tokens_without_visible_text(
-    path: str, asked: dict[str, Any], model_folder: Path, monkeypatch: pytest.MonkeyPatch
+    path: str, body: dict[str, Any], num_chunks: int, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Held back as a possible stop string: the engine is working, but its client sees nothing for a while."""
+    """Held back as a possible stop string: the engine is working, but its client sees nothing for a while.
+
+    A token arrives every 0.4 times the ping interval, so that every third brings a ping; a chat begins with its role.
+    """
     tokens = tokenizer()("stopstopsto")["input_ids"]
     script = f"""
 ready()
 while True:
     request_id = pipe.receive().request_id
-    for place, token in enumerate({tokens}):
-        time.sleep(0.1)
-        end = "length" if place == {len(tokens) - 1} else ""
+    for index, token in enumerate({tokens}):
+        end = "length" if index == {len(tokens) - 1} else ""
         pipe.send(StepOutput(state, [SampledToken(request_id, 0, token, None, end, 0, 0.0)]))
 """
     monkeypatch.setattr(EngineClient, "command", pretending(script))
-    ping_soon(monkeypatch)
+    clock, next_events, events = Clock(monkeypatch), TokenStream.next, deque[TokenEvent]()
 
-    body = {**asked, "max_tokens": 20, "stop": "stopstopstop", "stream": True}
+    async def next_token(self: TokenStream, timeout: float) -> list[TokenEvent]:
+        if not events:
+            events.extend(await next_events(self))
+        clock.now += 0.4 * PING_SECONDS
+        return [events.popleft()]
+
+    monkeypatch.setattr(TokenStream, "next", next_token)
+
+    body = {**body, "max_tokens": 20, "stop": "stopstopstop", "stream": True}
     parts = [line for line in answered(model_folder, path, body).text.split("\n\n") if line]
     assert parts[-1] == "data: [DONE]" and "stopstopsto" in parts[-2]
-    assert 1 <= parts.count(": still here") <= len(tokens) and len(parts) - parts.count(": still here") <= 3
+    assert parts.count(": still here") == len(tokens) // 3 == 3 and len(parts) == 3 + num_chunks + 1
 
 
 @pytest.mark.parametrize(

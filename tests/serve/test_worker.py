@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,16 @@ from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.worker.client import EngineClient, TokenEvent, TokenStream, WorkerDiedError
 from smelt.serve.worker.loop import EngineWorker
-from smelt.serve.worker.messages import Pipe, StartEngine, pipe_pair
+from smelt.serve.worker.messages import (
+    AbortSample,
+    Pipe,
+    SampledToken,
+    StartEngine,
+    StepOutput,
+    SubmitRequest,
+    WorkerMessage,
+    pipe_pair,
+)
 from tests.serve.server_process import PATIENCE, language_model
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -56,18 +66,19 @@ async def answers(client: EngineClient) -> None:
 
 
 async def samples(client: EngineClient) -> None:
-    """Abort one of several samples early; the others continue."""
+    """Abort one of several samples early: none of its tokens arrives after that; the others continue."""
     stream = client.stream([PROMPTS[0]], SamplingParams(max_tokens=1500, n=3, seed=1, ignore_eos=True))
-    counts = [0, 0, 0]
+    counts, at_abort = [0, 0, 0], 0
     try:
         while result := await stream.next():
             for event in result:
                 counts[event.answer] += event.token is not None
-            if counts[1] >= 5:
+            if counts[1] >= 5 and not at_abort:
                 stream.abort(1)
+                at_abort = counts[1]
     finally:
         stream.close()
-    assert counts[0] == counts[2] == 1500 and 5 <= counts[1] < 1500
+    assert counts == [1500, at_abort, 1500]
     await until(lambda: client.state["blocks_used"] == 0)
 
 
@@ -90,7 +101,7 @@ async def refusal(client: EngineClient) -> None:
 async def waiting(client: EngineClient) -> None:
     """Nothing arrives for a while, then an error for every client."""
     stream = client.stream([PROMPTS[0]], LONG)
-    assert await stream.next(0.00001) == []
+    assert await stream.next(0) == []
     client.fail(SmeltError("enough"))
     with pytest.raises(SmeltError, match="enough"):
         await drained(stream)
@@ -113,6 +124,46 @@ def test_a_process_and_its_client(model_folder: Path) -> None:
             client.stream(PROMPTS, GREEDY)
 
     asyncio.run(main())
+
+
+class ScriptedPipe:
+    """The worker's end of a pipe, on which each message arrives after so many steps; it closes when all have ended."""
+
+    def __init__(self, messages: dict[int, WorkerMessage]) -> None:
+        self.messages, self.num_steps = messages, 0
+        self.tokens: list[SampledToken] = []
+
+    def poll(self, timeout: float | None) -> bool:
+        due = self.num_steps in self.messages
+        if timeout is None and not due:
+            raise EOFError
+        return due
+
+    def receive(self) -> WorkerMessage:
+        message = self.messages.pop(self.num_steps)
+        if isinstance(message, AbortSample):
+            self.counts_at_abort = self.counts()
+        return message
+
+    def counts(self) -> list[int]:
+        """Return how many tokens each of three samples has."""
+        return [sum(token.sample == sample for token in self.tokens) for sample in range(3)]
+
+    def send(self, message: WorkerMessage) -> None:
+        if isinstance(message, StepOutput) and message.tokens:
+            self.num_steps += 1
+            self.tokens += message.tokens
+
+
+def test_an_aborted_sample_is_computed_no_further(model_folder: Path) -> None:
+    sampling = asdict(SamplingParams(max_tokens=40, n=3, seed=1, ignore_eos=True))
+    pipe = ScriptedPipe({0: StartEngine(str(model_folder), {"kv_cache_bytes": 10**7})})
+    worker = EngineWorker(pipe)  # type: ignore[arg-type]
+    pipe.messages = {0: SubmitRequest("x", PROMPTS[0], sampling), 7: AbortSample("x", 1)}
+    with pytest.raises(EOFError):
+        worker.run()
+    assert 5 <= pipe.counts_at_abort[1] <= 7 and pipe.counts() == [40, pipe.counts_at_abort[1], 40]
+    assert worker.engine.state()["blocks_used"] == 0
 
 
 def test_the_engine_receives_the_model_by_name(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
