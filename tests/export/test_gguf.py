@@ -30,7 +30,7 @@ def written(model: Model, folder: Path, **options: Any) -> dict[str, Any]:
     return export(model, "gguf", folder / "out", **options)
 
 
-def kinds(file: Path) -> dict[str, str]:
+def tensor_types(file: Path) -> dict[str, str]:
     return {name: entry.format.name for name, entry in read_gguf(file).entries.items()}
 
 
@@ -78,7 +78,7 @@ def test_codes_are_exported_exactly(chosen: QuantizationScheme, kind: str, tmp_p
     model = quantized(network(num_hidden_layers=1), chosen)
     written(model, tmp_path)
     file = tmp_path / "out" / "model.gguf"
-    assert kinds(file)["blk.0.attn_k.weight"] == kinds(file)["blk.0.ffn_down.weight"] == kind
+    assert tensor_types(file)["blk.0.attn_k.weight"] == tensor_types(file)["blk.0.ffn_down.weight"] == kind
     tensors = gguf_tensors(read_gguf(file), gguf_config(read_gguf(file)))
     for path, layer in quantized_layers(model.network).items():
         assert torch.equal(tensors[f"{path}.weight"], layer.weight), path
@@ -90,7 +90,7 @@ def test_a_minimum_that_is_a_float16_is_q4_1(tmp_path: Path) -> None:
     for layer in quantized_layers(model.network).values():
         layer.scale = torch.exp2(layer.scale.float().log2().round()).half()
     written(model, tmp_path)
-    assert set(kinds(tmp_path / "out" / "model.gguf").values()) == {"F32", "Q4_1"}
+    assert set(tensor_types(tmp_path / "out" / "model.gguf").values()) == {"F32", "Q4_1"}
 
 
 def test_export_of_an_artifact(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_export_of_an_artifact(tmp_path: Path) -> None:
 def test_requested_types(asked: str, inner: str, last: str, tmp_path: Path) -> None:
     model = network(**WIDE)
     written(Model(model), tmp_path, type=asked)
-    types = kinds(tmp_path / "out" / "model.gguf")
+    types = tensor_types(tmp_path / "out" / "model.gguf")
     assert types["blk.0.attn_q.weight"] == types["token_embd.weight"] == inner
     assert types["output.weight"] == last and types["output_norm.weight"] == "F32"
     far = (logits(load(tmp_path / "out" / "model.gguf").network) - logits(model)).abs().max() / logits(
@@ -132,7 +132,7 @@ def test_requested_types(asked: str, inner: str, last: str, tmp_path: Path) -> N
 
 def test_rows_not_divisible_by_super_blocks_use_the_next_type(tmp_path: Path) -> None:
     result = written(Model(network(intermediate_size=256)), tmp_path, type="q4_k")
-    types = kinds(tmp_path / "out" / "model.gguf")
+    types = tensor_types(tmp_path / "out" / "model.gguf")
     assert types["blk.0.ffn_down.weight"] == "Q4_K" and types["blk.0.attn_q.weight"] == "Q5_0"
     assert types["output.weight"] == "Q8_0"
     assert "12 in Q5_0" in result["notes"][0] or "13 in Q5_0" in result["notes"][0]
@@ -140,7 +140,7 @@ def test_rows_not_divisible_by_super_blocks_use_the_next_type(tmp_path: Path) ->
 
 def test_a_type_for_unquantized_tensors(tmp_path: Path) -> None:
     written(quantized(network(), scheme("int4/32@float16")), tmp_path, type="q8_0")
-    types = kinds(tmp_path / "out" / "model.gguf")
+    types = tensor_types(tmp_path / "out" / "model.gguf")
     assert types["token_embd.weight"] == "Q8_0" and types["blk.0.attn_q.weight"] == "Q4_0"
 
 

@@ -71,9 +71,9 @@ class CompressedTensors(ExportFormat):
             network.generation_config.save_pretrained(folder)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(folder)
-        kinds = Counter(group["format"] for group, paths in groups.values() for _ in paths)
+        format_counts = Counter(group["format"] for group, paths in groups.values() for _ in paths)
         expert_notes = ["transformers dequantizes the experts of a mixture when it loads them."] if mixtures else []
-        return Export(dict(kinds), [*_notes(network, layers), *expert_notes])
+        return Export(dict(format_counts), [*_notes(network, layers), *expert_notes])
 
     def verify(self, model: Model, folder: Path) -> None:
         network, read = model.network, load(folder).network

@@ -14,7 +14,7 @@ from smelt.models.model import Model
 class Export:
     """What was written: the number of tensors by type, and notes for the user."""
 
-    kinds: dict[str, int]
+    tensor_types: dict[str, int]
     notes: list[str] = field(default_factory=list)
 
 

@@ -18,12 +18,18 @@ from torch import Tensor
 
 from smelt.errors import FormatError
 from smelt.export.format import Export, ExportFormat
-from smelt.export.gguf_blocks import round_q4_0, round_q4_1, round_q5_0, round_q8_0
-from smelt.export.gguf_file import TYPES, TensorToWrite, write_gguf
-from smelt.export.gguf_levels import exact_blocks, has_fractions
-from smelt.export.gguf_metadata import checked_config, differing, network_metadata
-from smelt.export.gguf_search import round_q4_k, round_q6_k
-from smelt.export.gguf_tokenizer import PROBE, tokenizer_metadata
+from smelt.export.gguf_blocks import (
+    has_float_zero_points,
+    quantize_q4_0,
+    quantize_q4_1,
+    quantize_q4_k,
+    quantize_q5_0,
+    quantize_q6_k,
+    quantize_q8_0,
+    to_exact_blocks,
+)
+from smelt.export.gguf_metadata import PROBE, mismatched_fields, network_metadata, tokenizer_metadata, validated_config
+from smelt.export.gguf_writer import GGML_TYPES, TensorToWrite, write_gguf
 from smelt.models.artifact import distinct_tensors
 from smelt.models.gguf import GgufFile, gguf_config, gguf_tensors, gguf_tokenizer, read_gguf
 from smelt.models.gguf.blocks import FORMATS, Bytes
@@ -33,19 +39,22 @@ from smelt.models.quantized import QuantizedLinear, quantized_layers
 from smelt.numerics.error import signal_to_noise
 
 _FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_ROUND = {
-    "Q4_0": round_q4_0, "Q4_1": round_q4_1, "Q5_0": round_q5_0, "Q8_0": round_q8_0,
-    "Q4_K": round_q4_k, "Q6_K": round_q6_k,
+_QUANTIZERS = {
+    "Q4_0": quantize_q4_0, "Q4_1": quantize_q4_1, "Q5_0": quantize_q5_0, "Q8_0": quantize_q8_0,
+    "Q4_K": quantize_q4_k, "Q6_K": quantize_q6_k,
 }  # fmt: skip
 _FALLBACK = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}  # if 256 does not divide the rows
-_COARSE = ("Q4_0", "Q4_1", "Q5_0", "Q4_K")
-_CHOICES = (*(kind.lower() for kind in _FLOATS.values()), *(kind.lower() for kind in _ROUND))
+_LOW_BIT_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q4_K")
+_TYPE_OPTIONS = (
+    *(ggml_type.lower() for ggml_type in _FLOATS.values()),
+    *(ggml_type.lower() for ggml_type in _QUANTIZERS),
+)
 _FILE_TYPES = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q4_K": 14, "Q6_K": 18, "BF16": 32,
 }  # fmt: skip
 _QUANTIZATION_VERSION = 2
-_LAST_BITS = 120.0  # dB; float32 zero points and minima give the same weights up to the last bits of float32
-_LEAST_SIGNAL = 10.0  # dB; every type is far above it on any weights, and a wrong byte order far below
+_FLOAT32_SNR_DB = 120.0  # dB; float32 zero points and minima give the same weights up to the last bits of float32
+_MIN_SNR_DB = 10.0  # dB; every type is far above it on any weights, and a wrong byte order far below
 
 
 @dataclass(frozen=True)
@@ -58,14 +67,14 @@ class Gguf(ExportFormat):
     tokenizer: bool = True
 
     def __post_init__(self) -> None:
-        if self.type is not None and self.type.lower() not in _CHOICES:
-            raise FormatError(f"there is no GGUF type {self.type!r}; choose one of {', '.join(_CHOICES)}.")
+        if self.type is not None and self.type.lower() not in _TYPE_OPTIONS:
+            raise FormatError(f"there is no GGUF type {self.type!r}; choose one of {', '.join(_TYPE_OPTIONS)}.")
 
     def write(self, model: Model, folder: Path) -> Export:
-        config, tensors = checked_config(model), list(self._tensors(model))
-        kinds = Counter(tensor.kind for tensor in tensors)
+        config, tensors = validated_config(model), list(self._tensors(model))
+        type_counts = Counter(tensor.ggml_type for tensor in tensors)
         metadata = network_metadata(config, model.source)
-        metadata["general.file_type"] = _FILE_TYPES[_main_kind(tensors)]
+        metadata["general.file_type"] = _FILE_TYPES[_main_type(tensors)]
         if any(tensor.format.weights > 1 for tensor in tensors):
             metadata["general.quantization_version"] = _QUANTIZATION_VERSION
         if model.tokenizer is None or not self.tokenizer:
@@ -73,57 +82,57 @@ class Gguf(ExportFormat):
         else:
             metadata |= tokenizer_metadata(model.tokenizer, int(config["vocab_size"]))
         write_gguf(folder / "model.gguf", metadata, tensors)
-        return Export(dict(kinds), self._notes(model, kinds))
+        return Export(dict(type_counts), self._notes(model, type_counts))
 
     def _tensors(self, model: Model) -> Iterator[TensorToWrite]:
         """Yield every tensor under its GGUF name, rows of q and k in GGUF order where the architecture needs it."""
-        config, layers = checked_config(model), quantized_layers(model.network)
+        config, layers = validated_config(model), quantized_layers(model.network)
         gguf_names = {ours: name for name, ours in OUTER_NAMES.items()}
         for name, tensor in distinct_tensors(model.network).items():
             path, _, part = name.rpartition(".")
             if path in layers:
                 continue
             gguf_name = gguf_names.get(name) or _block_name(path, part)
-            yield self._plain(gguf_name, tensor, _row_order(path, tensor.shape[0], config), config)
+            yield self._unquantized(gguf_name, tensor, _row_order(path, tensor.shape[0], config), config)
         for path, layer in layers.items():
             name = gguf_names.get(f"{path}.weight") or _block_name(path, "weight")
-            yield _carried(name, path, layer, _row_order(path, layer.out_features, config))
+            yield _convert_exactly(name, path, layer, _row_order(path, layer.out_features, config))
             if layer.bias is not None:
                 order = _row_order(path, layer.out_features, config)
-                yield self._plain(_block_name(path, "bias"), layer.bias.detach(), order, config)
-        rotary = config["rope_parameters"]
-        if rotary["rope_type"] == "llama3":
-            factors = llama3_factors(rotary["factor"], rotary["rope_theta"], config["head_dim"])
+                yield self._unquantized(_block_name(path, "bias"), layer.bias.detach(), order, config)
+        rope = config["rope_parameters"]
+        if rope["rope_type"] == "llama3":
+            factors = llama3_factors(rope["factor"], rope["rope_theta"], config["head_dim"])
             yield TensorToWrite(ROTARY_FACTORS, factors.shape, "F32", lambda: factors.view(np.uint8))
 
-    def _plain(self, name: str, tensor: Tensor, order: Tensor | None, config: dict[str, Any]) -> TensorToWrite:
-        kind = "F32" if tensor.dim() == 1 else self._kind(name, tensor, config)
+    def _unquantized(self, name: str, tensor: Tensor, order: Tensor | None, config: dict[str, Any]) -> TensorToWrite:
+        ggml_type = "F32" if tensor.dim() == 1 else self._select_type(name, tensor, config)
 
-        def make() -> Bytes:
+        def to_bytes() -> Bytes:
             values = tensor if order is None else tensor[order]
-            return _rounded(name, values.detach().float().numpy(), kind)
+            return _encode(name, values.detach().float().numpy(), ggml_type)
 
-        return TensorToWrite(name, tuple(tensor.shape), kind, make)
+        return TensorToWrite(name, tuple(tensor.shape), ggml_type, to_bytes)
 
-    def _kind(self, name: str, tensor: Tensor, config: dict[str, Any]) -> str:
+    def _select_type(self, name: str, tensor: Tensor, config: dict[str, Any]) -> str:
         """Return the requested type, or a fallback whose blocks divide the rows. As in llama.cpp, the output matrix has
         six bits (or eight, if those do not fit) when the others have four or five."""
         if self.type is None:
             return _FLOATS[tensor.dtype]
-        kind = self.type.upper()
+        ggml_type = self.type.upper()
         is_output = name == ("token_embd.weight" if config["tie_word_embeddings"] else "output.weight")
-        if kind in _COARSE and is_output:
-            kind = "Q6_K"
-        if tensor.shape[1] % FORMATS[TYPES[kind]].weights:
-            kind = _FALLBACK.get(kind, "F16")
-        return kind if tensor.shape[1] % FORMATS[TYPES[kind]].weights == 0 else "F16"
+        if ggml_type in _LOW_BIT_TYPES and is_output:
+            ggml_type = "Q6_K"
+        if tensor.shape[1] % FORMATS[GGML_TYPES[ggml_type]].weights:
+            ggml_type = _FALLBACK.get(ggml_type, "F16")
+        return ggml_type if tensor.shape[1] % FORMATS[GGML_TYPES[ggml_type]].weights == 0 else "F16"
 
-    def _notes(self, model: Model, kinds: Counter[str]) -> list[str]:
+    def _notes(self, model: Model, type_counts: Counter[str]) -> list[str]:
         notes = []
         requested = (self.type or "").upper()
-        others = sorted(kind for kind in kinds if kind not in (requested, "F32"))
-        if requested in _ROUND and others and not quantized_layers(model.network):
-            counts = ", ".join(f"{kinds[kind]} in {kind}" for kind in others)
+        others = sorted(ggml_type for ggml_type in type_counts if ggml_type not in (requested, "F32"))
+        if requested in _QUANTIZERS and others and not quantized_layers(model.network):
+            counts = ", ".join(f"{type_counts[ggml_type]} in {ggml_type}" for ggml_type in others)
             notes.append(f"the output matrix, and rows that its blocks do not divide, are more precise: {counts}.")
         if any(layer.scheme.inputs is not None for layer in quantized_layers(model.network).values()):
             notes.append("GGUF does not define how inputs are quantized; every reader has its own way.")
@@ -132,24 +141,24 @@ class Gguf(ExportFormat):
     def verify(self, model: Model, folder: Path) -> None:
         file = read_gguf(folder / "model.gguf")
         config = gguf_config(file)
-        mismatched = differing(checked_config(model), config)
+        mismatched = mismatched_fields(validated_config(model), config)
         layers, read_tensors = quantized_layers(model.network), gguf_tensors(file, config)
         quantized = {f"{path}.weight": layer for path, layer in layers.items()}
         tensors = {n: t for n, t in distinct_tensors(model.network).items() if n.rpartition(".")[0] not in layers}
-        lossy = {name for name in tensors if self._is_rounded(file, name)}
+        lossy = {name for name in tensors if self._may_be_lossy(file, name)}
         for name in (*tensors, *quantized):
             expected = quantized[name].weight if name in quantized else tensors[name].float()
             threshold = (
-                _LAST_BITS
-                if name in quantized and has_fractions(quantized[name])
-                else _LEAST_SIGNAL
+                _FLOAT32_SNR_DB
+                if name in quantized and has_float_zero_points(quantized[name])
+                else _MIN_SNR_DB
                 if name in lossy
                 else None
             )
             if (
                 name not in read_tensors
                 or read_tensors[name].shape != expected.shape
-                or not _same(expected, read_tensors[name], threshold)
+                or not _matches(expected, read_tensors[name], threshold)
             ):
                 mismatched.append(name)
         if mismatched or len(read_tensors) != len(tensors) + len(quantized) + sum(
@@ -161,7 +170,7 @@ class Gguf(ExportFormat):
         if model.tokenizer is not None and self.tokenizer:
             _check_tokenizer(model, file)
 
-    def _is_rounded(self, file: GgufFile, name: str) -> bool:
+    def _may_be_lossy(self, file: GgufFile, name: str) -> bool:
         """Return whether a tensor may have another type than in the model."""
         if self.type is None:
             return False
@@ -170,9 +179,9 @@ class Gguf(ExportFormat):
         return entry is not None and len(entry.shape) > 1
 
 
-def _main_kind(tensors: list[TensorToWrite]) -> str:
+def _main_type(tensors: list[TensorToWrite]) -> str:
     """Return the most common type of the matrices."""
-    return Counter(tensor.kind for tensor in tensors if len(tensor.shape) > 1).most_common(1)[0][0]
+    return Counter(tensor.ggml_type for tensor in tensors if len(tensor.shape) > 1).most_common(1)[0][0]
 
 
 def _block_name(path: str, part: str) -> str:
@@ -192,30 +201,30 @@ def _row_order(path: str, rows: int, config: dict[str, Any]) -> Tensor | None:
     return torch.arange(rows).reshape(heads, 2, -1).transpose(1, 2).reshape(-1)
 
 
-def _carried(name: str, path: str, layer: QuantizedLinear, order: Tensor | None) -> TensorToWrite:
+def _convert_exactly(name: str, path: str, layer: QuantizedLinear, order: Tensor | None) -> TensorToWrite:
     """Return a quantized layer in the type that represents it exactly."""
-    kind = exact_blocks(path, layer).kind
+    ggml_type = to_exact_blocks(path, layer).ggml_type
     shape = (layer.out_features, layer.in_features)
-    return TensorToWrite(name, shape, kind, lambda: exact_blocks(path, layer).to_bytes(order))
+    return TensorToWrite(name, shape, ggml_type, lambda: to_exact_blocks(path, layer).to_bytes(order))
 
 
-def _rounded(name: str, values: Any, kind: str) -> Bytes:
+def _encode(name: str, values: Any, ggml_type: str) -> Bytes:
     if not np.isfinite(values).all():
         raise FormatError(f"{name} contains NaN or infinity; repair the model first.")
-    if kind == "BF16":
+    if ggml_type == "BF16":
         return np.ascontiguousarray(torch.from_numpy(values).bfloat16().view(torch.uint8).numpy())
-    if kind in ("F32", "F16"):
-        if kind == "F16" and values.size and np.abs(values).max() > np.finfo(np.float16).max:
+    if ggml_type in ("F32", "F16"):
+        if ggml_type == "F16" and values.size and np.abs(values).max() > np.finfo(np.float16).max:
             raise FormatError(f"{name} has weights that are too large for f16; use --type bf16 or f32.")
-        return np.ascontiguousarray(values.astype("<f4" if kind == "F32" else "<f2")).view(np.uint8)
-    return _ROUND[kind](values.reshape(-1, FORMATS[TYPES[kind]].weights))
+        return np.ascontiguousarray(values.astype("<f4" if ggml_type == "F32" else "<f2")).view(np.uint8)
+    return _QUANTIZERS[ggml_type](values.reshape(-1, FORMATS[GGML_TYPES[ggml_type]].weights))
 
 
-def _same(true: Tensor, found: Tensor, decibel: float | None) -> bool:
-    """Return whether tensors are equal, or within `decibel` of signal-to-noise ratio if the type is lossy."""
-    if torch.equal(true, found):
+def _matches(expected: Tensor, actual: Tensor, min_snr_db: float | None) -> bool:
+    """Return whether tensors are equal, or above `min_snr_db` of signal-to-noise ratio if the type is lossy."""
+    if torch.equal(expected, actual):
         return True
-    return decibel is not None and signal_to_noise(true, found) > decibel
+    return min_snr_db is not None and signal_to_noise(expected, actual) > min_snr_db
 
 
 def _check_tokenizer(model: Model, file: GgufFile) -> None:

@@ -69,7 +69,7 @@ class Onnx(ExportFormat):
         write_json(folder / "config.json", {**plain_config(model.network), **layer_fields(model.anatomy)})
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(folder)
-        return Export(_kinds(path), self._notes(model))
+        return Export(_count_types(path), self._notes(model))
 
     def _notes(self, model: Model) -> list[str]:
         notes = []
@@ -211,7 +211,7 @@ def _output_name(model: Model) -> str:
     return "last_hidden_state" if model.task == "embedding" else "logits"
 
 
-def _kinds(path: Path) -> dict[str, int]:
+def _count_types(path: Path) -> dict[str, int]:
     """Return the number of initializers by data type."""
     import onnx
 

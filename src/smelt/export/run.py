@@ -45,7 +45,7 @@ def export(model: Model | str | Path, to: str, folder: str | Path, **options: An
         "source": model.source,
         "format": to,
         "out": str(target),
-        "tensors": written.kinds,
+        "tensors": written.tensor_types,
         "files": files,
         "bytes": sum(files.values()),
         "notes": [*written.notes, *_left_out(model)],
