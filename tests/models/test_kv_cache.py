@@ -14,12 +14,12 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from smelt.cli.app import app_with
-from smelt.compression.recipe.inputs import measure_quality
 from smelt.compression.recipe.recipe import EvaluationSettings
 from smelt.data import TextData
 from smelt.data.labeled import LabeledData
 from smelt.errors import DataError, FormatError, ModelError
 from smelt.measure.divergence import logit_divergence
+from smelt.measure.evaluate import measure_quality
 from smelt.measure.perplexity import perplexity
 from smelt.models.anatomy import anatomy_of
 from smelt.models.artifact import save_artifact
@@ -242,7 +242,7 @@ def test_invalid_settings_are_refused() -> None:
         perplexity(trained(), TEXT, context=32, kv="int9")
     labeled = LabeledData("rows", ("a",), None, torch.tensor([0]).numpy(), False)
     with pytest.raises(DataError, match="evaluated on text"):
-        measure_quality(trained(), labeled, EvaluationSettings(), kv="int8")
+        measure_quality(trained(), labeled, **EvaluationSettings().options(), kv="int8")
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ from tests.serve.server_process import PATIENCE
 @pytest.mark.parametrize("command", RENAMED_FLAGS)
 def test_old_flags_are_rewritten_with_a_warning(command: str) -> None:
     for old, new in RENAMED_FLAGS[command].items():
-        with pytest.warns(UserWarning, match=f"{old} is now {new};"):
+        with pytest.warns(FutureWarning, match=f"`{old}` in smelt {command} is now called `{new}`;"):
             assert with_new_flags([command, "x", old, "7"]) == [command, "x", new, "7"]
-        with pytest.warns(UserWarning, match=f"{old} is now {new};"):
+        with pytest.warns(FutureWarning, match=f"`{old}` in smelt {command} is now called `{new}`;"):
             assert with_new_flags(["--debug", command, f"{old}=7"]) == ["--debug", command, f"{new}=7"]
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from importlib import import_module
 from typing import Any
 
 import typer
 
+from smelt.config import warn_renamed
 from smelt.errors import SmeltError
 from smelt.version import __version__
 
@@ -84,7 +84,7 @@ def with_new_flags(arguments: list[str]) -> list[str]:
     for argument in arguments:
         flag, equals, value = argument.partition("=")
         if flag in renamed:
-            warnings.warn(f"{flag} is now {renamed[flag]}; the old name will be removed.", UserWarning, stacklevel=2)
+            warn_renamed(flag, renamed[flag], f"smelt {command}")
             flag = renamed[flag]
         rewritten.append(flag + equals + value)
     return rewritten

@@ -19,7 +19,6 @@ from smelt.cli.recipes import (
     settings_of,
 )
 from smelt.compression.recipe.run import compress
-from smelt.files import check_writable
 from smelt.progress import progress_bars
 from smelt.report.terminal import summary_table
 
@@ -59,7 +58,6 @@ def run(
 ) -> None:
     settings = settings_of(bits, group_size, parameters)
     read = read_recipe(recipe, method=method, settings=settings, data=data, evaluation=eval_data, seed=seed)
-    check_writable(out)
     with progress_bars() as progress:
         result = compress(
             model, read, out,

@@ -7,11 +7,10 @@ from typing import Annotated, Any
 import typer
 
 from smelt.cli.output import DeviceOption, JsonOption, ModelArgument, SeedOption, console, table, write_json
-from smelt.compression.recipe.inputs import Data, measure_quality
-from smelt.compression.recipe.recipe import EvaluationSettings
 from smelt.data import TextData, load_data
 from smelt.measure.divergence import logit_divergence
 from smelt.measure.eval_result import EvalResult, meets_threshold
+from smelt.measure.evaluate import Data, measure_quality
 from smelt.measure.paired import compare
 from smelt.models.load import load
 from smelt.models.model import Model
@@ -51,11 +50,11 @@ def run(
     json_file: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
-    settings = EvaluationSettings(data, metric, context, limit, batch_size, text, pair, label)
+    settings: dict[str, Any] = {"metric": metric, "context": context, "limit": limit, "batch_size": batch_size}
     loaded = load_data(data, text=text, pair=pair, label=label)
     with progress_bars() as progress:
         new = load(model, device=device)
-        quality = measure_quality(new, loaded, settings, progress, kv)
+        quality = measure_quality(new, loaded, **settings, kv=kv, progress=progress)
         kv_format = kv or (str(new.kv) if new.kv else None)
         content: dict[str, Any] = {
             "model": model,
@@ -85,11 +84,11 @@ def _failures(quality: EvalResult, minimum: float | None, maximum: float | None,
 
 
 def _against(
-    base_name: str, new: Model, quality: EvalResult, data: Data, settings: EvaluationSettings, device: str, seed: int,
+    base_name: str, new: Model, quality: EvalResult, data: Data, settings: dict[str, Any], device: str, seed: int,
     progress: Progress, kv: str | None,
 ) -> dict[str, Any]:  # fmt: skip
     base = load(base_name, device=device)
-    base_quality = measure_quality(base, data, settings, progress)
+    base_quality = measure_quality(base, data, **settings, progress=progress)
     comparison = compare(quality, base_quality, seed=seed)
     content = {"against": base_name, "base_quality": base_quality.to_json(), "comparison": comparison.to_json()}
     if isinstance(data, TextData):

@@ -1,4 +1,4 @@
-"""Evaluate a model on data: selects the measurement that fits both."""
+"""Evaluate a model on data, with the measurement that fits both."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from smelt.measure.multiple_choice import evaluate_multiple_choice
 from smelt.measure.perplexity import perplexity
 from smelt.measure.task import evaluate_task
 from smelt.models.model import Model
+from smelt.progress import NullProgress, Progress
 
-__all__ = ["EvalResult", "evaluate", "meets_threshold"]
+__all__ = ["EvalResult", "evaluate", "measure_quality", "meets_threshold"]
 
 Data = TextData | LabeledData | MultipleChoiceData
 
@@ -35,6 +36,30 @@ def evaluate(model: Model, data: Data, *, metric: str | None = None, **settings:
     if isinstance(data, TextData):
         return perplexity(model, data, **settings)
     return evaluate_multiple_choice(model, data, **settings)
+
+
+def measure_quality(
+    model: Model,
+    data: Data,
+    *,
+    metric: str | None = None,
+    context: int,
+    limit: int | None,
+    batch_size: int,
+    kv: str | None = None,
+    progress: Progress | None = None,
+) -> EvalResult:
+    """Evaluate with the settings of a recipe, of which `context` and `kv` matter for text only.
+
+    The context is at most that of the model; `kv` overrides the KV cache format saved with the model.
+    """
+    settings: dict[str, Any] = {"limit": limit, "batch_size": batch_size, "progress": progress or NullProgress()}
+    if isinstance(data, TextData):
+        max_context = getattr(model.network.config, "max_position_embeddings", context)
+        settings |= {"context": min(context, max_context), "kv": kv}
+    elif kv is not None:
+        raise DataError("a KV cache format is evaluated on text, by perplexity; this data is not plain text.")
+    return evaluate(model, data, metric=metric, **settings)
 
 
 def _check_fit(model: Model, data: Data) -> None:

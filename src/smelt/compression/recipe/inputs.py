@@ -5,19 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from smelt.compression.recipe.recipe import CalibrationSettings, EvaluationSettings, Recipe
 from smelt.data import Batch, LabeledData, MultipleChoiceData, TextData, labeled_batches, load_data, text_batches
 from smelt.errors import DataError, RecipeError
-from smelt.measure.eval_result import EvalResult
-from smelt.measure.evaluate import evaluate
+from smelt.measure.evaluate import Data
 from smelt.models.model import Model
-from smelt.progress import NullProgress, Progress
 
-Data = TextData | LabeledData | MultipleChoiceData
 HELD_OUT = 0.2  # fraction of the calibration data, if the recipe names no evaluation data
 
 
@@ -132,26 +128,6 @@ def calibration_batches(
         batch_size=settings.batch_size,
         seed=seed,
     )
-
-
-def measure_quality(
-    model: Model, data: Data, settings: EvaluationSettings, progress: Progress | None = None, kv: str | None = None
-) -> EvalResult:
-    """Evaluate the model on the data with the recipe's settings.
-
-    On text, `kv` overrides the KV cache format saved with the model.
-    """
-    options: dict[str, Any] = {
-        "batch_size": settings.batch_size,
-        "limit": settings.limit,
-        "progress": progress or NullProgress(),
-    }
-    if isinstance(data, TextData):
-        context = min(settings.context, getattr(model.network.config, "max_position_embeddings", settings.context))
-        options |= {"context": context, "kv": kv}
-    elif kv is not None:
-        raise DataError("a KV cache format is evaluated on text, by perplexity; this data is not plain text.")
-    return evaluate(model, data, metric=settings.metric, **options)
 
 
 def fingerprint(batches: Sequence[Batch]) -> str:

@@ -49,6 +49,11 @@ class EvaluationSettings:
     def __post_init__(self) -> None:
         _check_counts("evaluate", context=self.context, limit=self.limit, batch_size=self.batch_size)
 
+    def options(self) -> dict[str, Any]:
+        """Return how to evaluate, as keyword arguments of `measure_quality`."""
+        names = ("metric", "context", "limit", "batch_size")
+        return {name: getattr(self, name) for name in names}
+
 
 @dataclass(frozen=True)
 class Recipe:

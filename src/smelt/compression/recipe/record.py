@@ -7,12 +7,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from smelt.compression.methods import METHODS
-from smelt.compression.recipe.inputs import Data
 from smelt.compression.recipe.recipe import Recipe
 from smelt.data import TextData
 from smelt.measure.cost import Workload, block_macs, block_parameters, count_bytes, count_parameters
 from smelt.measure.divergence import logit_divergence
 from smelt.measure.eval_result import EvalResult
+from smelt.measure.evaluate import Data
 from smelt.measure.latency import LatencyComparison, compare_decode, compare_latency
 from smelt.measure.machine import machine
 from smelt.measure.paired import PairedComparison, compare

@@ -23,13 +23,11 @@ from smelt.compression.base import Method, MethodContext
 from smelt.compression.checkpoint import Checkpoint
 from smelt.compression.recipe.batch import with_batch
 from smelt.compression.recipe.inputs import (
-    Data,
     calibration_batches,
     calibration_data,
     check_data,
     evaluation_data,
     fingerprint,
-    measure_quality,
     needs_data,
     split,
 )
@@ -40,6 +38,7 @@ from smelt.data import Batch
 from smelt.errors import BudgetError, ConfigError, DataError, RecipeError, SmeltError
 from smelt.files import atomic_folder, check_writable
 from smelt.measure.eval_result import EvalResult
+from smelt.measure.evaluate import Data, measure_quality
 from smelt.measure.memory import PeakMemory
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.load import load, skeleton
@@ -261,7 +260,7 @@ class _Run:
         if tensors is not None and facts is not None:
             arrays = {key: tensor.numpy() for key, tensor in tensors.items()}
             return EvalResult(**{**facts, **arrays})
-        quality = measure_quality(model, data, self.recipe.evaluate, self.progress)
+        quality = measure_quality(model, data, **self.recipe.evaluate.options(), progress=self.progress)
         arrays = {key: value for key, value in vars(quality).items() if isinstance(value, np.ndarray)}
         plain = {key: value for key, value in vars(quality).items() if key not in arrays and value is not None}
         self.checkpoint.save(f"quality-{name}", {key: torch.from_numpy(value) for key, value in arrays.items()})
