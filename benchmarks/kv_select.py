@@ -187,7 +187,7 @@ class PrefilledPrompts:
                 temperature=0, logprobs=1, logit_bias={request.tokens[position + 1]: 100.0}
             )
             chunks.append(ScheduledChunk(request, position, 1, True))
-        sampled = self.runner.launch(ScheduledBatch(chunks)).drawn
+        sampled = self.runner.launch(ScheduledBatch(chunks)).sampler_output
         assert sampled is not None
         likelihoods = []
         for row, chunk in enumerate(chunks):

@@ -3,7 +3,7 @@
     PYTHONPATH=benchmarks python benchmarks/serve/cpu_kv_dtypes.py [--prompt 2000] [--requests 8] [--texts 24]
 
 SmolLM2-135M in its own 4-bit format, which computes in float32. Perplexity is over chunks of the default evaluation
-text, every token attending to the KV cache as stored in pages. Then each engine gets the same memory and the same
+text, every token use_attention to the KV cache as stored in pages. Then each engine gets the same memory and the same
 requests, all at once: plain pages in each dtype, and head clusters that keep a quarter, in the network's dtype and in
 int8. Nothing else should run.
 """
@@ -24,7 +24,7 @@ from smelt.kernels.kv_quant import INT8, KV_QUANT_DTYPES
 from smelt.kvcache.eviction.profiling import sample_prompts
 from smelt.models.load import load
 from smelt.models.model import Model
-from smelt.serve.engine.attention import NAME, PagedCache, attending, block_bytes, paged
+from smelt.serve.engine.attention import ATTN_IMPLEMENTATION, PagedCache, block_bytes, paged_attention_fn, use_attention
 from smelt.serve.engine.engine import Engine
 
 LENGTH, BLOCK, KEEP = 1024, 16, 0.25
@@ -67,7 +67,7 @@ def perplexity(model: Model, texts: list[list[int]], kind: str | None) -> float:
     """Return the perplexity; a text is one chunk, whose KV cache is written to pages and read from there."""
     blocks = LENGTH // BLOCK
     cache = PagedCache.empty(model.anatomy, blocks, BLOCK, model.network.dtype, model.device, kind)
-    model.network.set_attn_implementation(NAME)
+    model.network.set_attn_implementation(ATTN_IMPLEMENTATION)
     slots = torch.arange(LENGTH)
     pages = AttentionMetadata(
         torch.tensor([0, LENGTH], dtype=torch.int32), torch.tensor([LENGTH], dtype=torch.int32),
@@ -76,7 +76,7 @@ def perplexity(model: Model, texts: list[list[int]], kind: str | None) -> float:
     total = 0.0
     for text in texts:
         ids = torch.tensor(text)
-        with attending(paged(cache, pages)):
+        with use_attention(paged_attention_fn(cache, pages)):
             logits = model.network(input_ids=ids[None], position_ids=slots[None], use_cache=False).logits[0]
         total += float(torch.nn.functional.cross_entropy(logits[:-1].float(), ids[1:]))
     return math.exp(total / len(texts))

@@ -22,7 +22,7 @@ from smelt.kernels.gpu.pages import ClusteredHeadPages
 from smelt.kernels.gpu.rope import RotaryParams
 from smelt.kernels.kv_quant import KV_QUANT_DTYPES, KVQuantFormat, row_layout
 from smelt.kvcache.eviction.clusters import splits_per_cluster
-from smelt.serve.engine.per_head.parts import parts_of, work_of
+from smelt.serve.engine.per_head.kv_splits import build_split_work, choose_num_splits
 
 KV_HEADS, WIDTH = 8, 128
 SKEWED = (1.0, 0.5, 0.25, 0.25, 0.1, 0.1, 0.05, 0.05)  # share of tokens that each head keeps
@@ -73,11 +73,11 @@ def _layer(length: int, requests: int, budgets: tuple[float, ...]) -> list[dict[
     tokens = DecodeMetadata(torch.arange(requests, device="cuda"), lengths, tables, split_counter, length)
     shares = tuple(splits_per_cluster(torch.tensor(budgets)).tolist())
     alike = (num_splits(requests, KV_HEADS, length, chip),) * KV_HEADS
-    layouts = {"as the table says": alike if len(set(shares)) == 1 else parts_of(shares, requests, chip)}
+    layouts = {"as the table says": alike if len(set(shares)) == 1 else choose_num_splits(shares, requests, chip)}
     layouts |= {f"{count} for every head": (count,) * KV_HEADS for count in (1, 2, 4, 8, 16, 32)}
     rows = []
     for layout, parts in layouts.items():
-        work = torch.tensor(work_of(shares, parts), dtype=torch.int32, device="cuda")
+        work = torch.tensor(build_split_work(shares, parts), dtype=torch.int32, device="cuda")
         own = ClusteredHeadPages(tables, shifts, every, every % COLUMNS, COLUMNS, work)
         most = 1 << (max(parts) - 1).bit_length()
 

@@ -18,9 +18,9 @@ from smelt.kernels.cpu.program import can_run
 from smelt.kernels.dispatch import CPU
 from smelt.kernels.paged import attention_backend, paged_attention, paged_attention_reference
 from smelt.models.model import Model
-from smelt.runtime.cpu import reason_against
+from smelt.runtime.cpu import unsupported_reason
 from smelt.serve.engine.request import Request, RequestId
-from smelt.serve.engine.runner import ModelRunner, last_tokens
+from smelt.serve.engine.runner import ModelRunner, logits_indices
 from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.engine.scheduler import ScheduledChunk
 from tests.models.test_surgery import cut, random_masks
@@ -78,10 +78,12 @@ def logits(network: Any, compiled: bool, texts: list[list[int]]) -> Tensor:
                     chunks.append(ScheduledChunk(request, start, stop - start, part == 1))
             if not chunks:
                 continue
-            count = runner._fill(chunks)
-            ids, positions = (torch.from_numpy(np.array(array[:count])) for array in (runner._ids, runner._positions))
-            rows = torch.tensor(last_tokens(chunks), dtype=torch.int64)
-            result = runner._logits(ids, positions, rows, runner._pages(chunks, count)).clone()
+            count = runner._fill_inputs(chunks)
+            ids, positions = (
+                torch.from_numpy(np.array(array[:count])) for array in (runner._input_ids, runner._positions)
+            )
+            rows = torch.tensor(logits_indices(chunks), dtype=torch.int64)
+            result = runner._logits(ids, positions, rows, runner._build_metadata(chunks, count)).clone()
     assert result is not None
     return result
 
@@ -92,7 +94,7 @@ TEXTS = [[5, 6, 7, 8, 9, 10, 11], [20], [30, 31, 32, 33, 34, 35, 36, 37, 38, 39,
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_program_matches_the_network(name: str) -> None:
     network = NETWORKS[name]()
-    assert reason_against(Model(network)) is None
+    assert unsupported_reason(Model(network)) is None
     actual, expected = logits(network, True, TEXTS), logits(network, False, TEXTS)
     assert torch.allclose(actual, expected, atol=2e-4, rtol=1e-4), float((actual - expected).abs().max())
 
@@ -123,7 +125,7 @@ def test_batch_composition_changes_no_bit() -> None:
 )
 def test_unsupported_networks_run_eagerly_with_a_reason(build: Any, reason: str) -> None:
     network = build()
-    assert reason in (reason_against(Model(network)) or "")
+    assert reason in (unsupported_reason(Model(network)) or "")
     assert ModelRunner(Model(network), **SIZES).backend == "eager"
 
 
@@ -131,7 +133,7 @@ def test_unsupported_networks_run_eagerly_with_a_reason(build: Any, reason: str)
 def test_a_fully_pruned_layer_runs_eagerly(empty: tuple[str, ...]) -> None:
     network = BUILDS["llama"]()
     cut(network, random_masks(network, empty=empty))
-    assert reason_against(Model(network)) == "a layer lost all of its heads or channels"
+    assert unsupported_reason(Model(network)) == "a layer lost all of its heads or channels"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -196,12 +196,14 @@ def test_a_bounded_cache_is_compressed_like_an_unquantized_one(kind: str) -> Non
     for dtype in (None, kind):
         cache = PagedCache.empty(model.anatomy, 12, 4, torch.float32, torch.device("cpu"), dtype)
         pages = BoundedCachePages(cache, 12, torch.float32)
-        for layer, form in cache.rows.items():
+        for layer, form in cache.kv_quant.items():
             _, new_keys, new_values = quantize_qkv(form, keys[layer], keys[layer], values[layer])
             store_kv(new_keys, new_values, cache.keys[layer], cache.values[layer], rows)
         pages.number(rows, torch.arange(40))
         pages.keep(rows, attention, torch.arange(0, 40, 3), 14, distiller)
-        caches.append(([pages.keys(layer, rows[:14]) for layer in range(3)], pages.numbers.flatten(0, 1)[rows[:14]]))
+        caches.append(
+            ([pages.keys(layer, rows[:14]) for layer in range(3)], pages.token_indices.flatten(0, 1)[rows[:14]])
+        )
     (plain, plain_numbers), (quantized, numbers) = caches
     assert torch.equal(numbers, plain_numbers)
     for a, b in zip(quantized, plain, strict=True):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smelt.errors import RequestError
-from smelt.serve.engine.blocks import BlockPool, chained, root_digest
+from smelt.serve.engine.blocks import BlockPool, extend_digests, root_digest
 from smelt.serve.engine.kv_cache_manager import PagedCacheManager
 from smelt.serve.engine.request import Request, RequestId, RequestStatus
 from smelt.serve.engine.sampling_params import SamplingParams
@@ -57,14 +57,14 @@ class Clerk:
         check(self.scheduler)
         assert step.tokens <= self.scheduler.max_num_batched_tokens
         self.num_inflight.append(step)
-        if len(self.num_inflight) > self.ahead or not step.pieces:
+        if len(self.num_inflight) > self.ahead or not step.chunks:
             self.read(self.num_inflight.pop(0))
         check(self.scheduler)
         self.steps += 1
         return bool(self.scheduler.running or self.scheduler.waiting or self.num_inflight)
 
     def read(self, step: ScheduledBatch) -> None:
-        for chunk in step.pieces:
+        for chunk in step.chunks:
             current = chunk.request
             if not chunk.samples_token:
                 self.scheduler.on_computed(current)
@@ -153,7 +153,7 @@ def test_first_come_first_served() -> None:
         scheduler.add(member)
     first = {}
     for turn, step in enumerate(steps_of(scheduler)):
-        for chunk in step.pieces:
+        for chunk in step.chunks:
             first.setdefault(chunk.request.id, turn)
     starts = [first[member.id] for member in requests]
     assert starts == sorted(starts)
@@ -166,7 +166,7 @@ def test_a_large_request_is_not_overtaken() -> None:
     for member in (holder, large, small):
         scheduler.add(member)
     step = scheduler.schedule()
-    assert [chunk.request for chunk in step.pieces] == [holder]  # 5 blocks are left, the large one needs 8
+    assert [chunk.request for chunk in step.chunks] == [holder]  # 5 blocks are left, the large one needs 8
 
 
 def test_a_lower_priority_number_runs_first_and_is_preempted_last() -> None:
@@ -176,7 +176,7 @@ def test_a_lower_priority_number_runs_first_and_is_preempted_last() -> None:
     late = request(1, [2] * 4, 4, priority=-1)
     scheduler.add(request(0, [1] * 4, 4))
     scheduler.add(late)
-    assert [chunk.request for chunk in scheduler.schedule().pieces] == [late]
+    assert [chunk.request for chunk in scheduler.schedule().chunks] == [late]
 
 
 def test_preemption_takes_the_last_request_and_keeps_its_tokens() -> None:
@@ -202,20 +202,20 @@ def test_blocks_for_the_answer_are_reserved_after_a_long_prefill() -> None:
     for item in long:
         scheduler.add(item)
     steps = steps_of(scheduler)
-    assert [item.preemptions for item in long] == [0, 0] and max(len(step.pieces) for step in steps) == 1
+    assert [item.preemptions for item in long] == [0, 0] and max(len(step.chunks) for step in steps) == 1
     enough = Scheduler(
         PagedCacheManager(BlockPool(71, 2, prefix_cache=False)), max_num_batched_tokens=256, max_num_seqs=4
     )
     for name in range(2):
         enough.add(request(name, [name] * 64, 6))
-    assert len(enough.schedule().pieces) == 2  # 32 + 3 for each, and one spare
+    assert len(enough.schedule().chunks) == 2  # 32 + 3 for each, and one spare
     scheduler = Scheduler(
         PagedCacheManager(BlockPool(12, 2, prefix_cache=False)), max_num_batched_tokens=64, max_num_seqs=4, watermark=0
     )
     short = [request(name, [name] * 6, 12) for name in range(2)]
     for item in short:
         scheduler.add(item)
-    assert len(steps_of(scheduler)[0].pieces) == 2 and short[1].preemptions > 0
+    assert len(steps_of(scheduler)[0].chunks) == 2 and short[1].preemptions > 0
 
 
 def test_prefill_chunks_run_beside_decoding() -> None:
@@ -225,7 +225,7 @@ def test_prefill_chunks_run_beside_decoding() -> None:
     Clerk(scheduler, 0).read(steps[0])
     scheduler.add(request(1, list(range(11)), 2))
     step = scheduler.schedule()
-    assert [(chunk.start, chunk.count, chunk.samples_token) for chunk in step.pieces] == [(2, 1, True), (0, 4, False)]
+    assert [(chunk.start, chunk.count, chunk.samples_token) for chunk in step.chunks] == [(2, 1, True), (0, 4, False)]
 
 
 def test_a_cached_prefix_never_covers_the_full_prompt() -> None:
@@ -283,11 +283,11 @@ def test_double_free_and_over_allocation_are_errors() -> None:
 
 
 def test_block_hashes_depend_on_the_prefix_salt_and_adapter() -> None:
-    base = chained([1, 2, 3, 4, 5], 2, [], root_digest(b"", None))
+    base = extend_digests([1, 2, 3, 4, 5], 2, [], root_digest(b"", None))
     assert len(base) == 2
-    assert chained([9, 2, 3, 4], 2, [], root_digest(b"", None))[1] != base[1]
-    assert chained([1, 2], 2, [], root_digest(b"a", None))[0] != base[0]
-    assert chained([1, 2], 2, [], root_digest(b"", "a"))[0] != base[0]
+    assert extend_digests([9, 2, 3, 4], 2, [], root_digest(b"", None))[1] != base[1]
+    assert extend_digests([1, 2], 2, [], root_digest(b"a", None))[0] != base[0]
+    assert extend_digests([1, 2], 2, [], root_digest(b"", "a"))[0] != base[0]
     assert root_digest(b"a", "b") != root_digest(b"ab", "")
 
 

@@ -194,7 +194,7 @@ def test_no_pages_of_finished_or_waiting_requests_are_kept(llama: tuple[PreTrain
             assert set(residents.block_in.flatten().tolist()) <= running | {-1}
     assert {request.reason for request in requests} == {"abort", "length"} and peak > 0
     assert sum(request.preemptions for request in requests) > 0
-    assert runner.resident_pages == 0 and not runner._known
+    assert runner.resident_pages == 0 and not runner._tracked_blocks
 
 
 def test_the_trace_of_a_run(llama: tuple[PreTrainedModel, Any], tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_beside_unconstrained_answers_and_after_preemption(engine: Engine) -> No
             preempted = True
             step = engine.scheduler.schedule()  # as if blocks had run out
             engine.scheduler._preempt(formed, step)
-            engine._read(engine.runner.launch(type(step)([p for p in step.pieces if p.request is not formed])))
+            engine._read(engine.runner.launch(type(step)([p for p in step.chunks if p.request is not formed])))
             formed.num_inflight = 0
     assert preempted and free.output == alone.output and formed.preemptions == 1
     assert engine.model.tokenizer is not None

@@ -26,7 +26,7 @@ from smelt.models.quantized import QuantizationScheme, QuantizedLinear, linear_w
 from smelt.numerics.catalog import get_format
 from smelt.serve.engine.adapters import Adapters
 from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.shard import shard, shares
+from smelt.serve.engine.shard import partition_units, shard
 from tests.mixtures import fused
 from tests.serve.test_adapters import merged, write_adapter
 from tests.serve.test_engine import GREEDY, SMALL, answers, expected, prompts, run
@@ -50,7 +50,7 @@ def split(folder: str, **options: Any) -> Iterator[tuple[Engine, Any]]:
         assert runner.backend == "eager, tensor parallel over 2 devices"
         yield engine, runner
     finally:
-        runner._others[0].kill()
+        runner._workers[0].kill()
         distributed.destroy_process_group()
 
 
@@ -60,8 +60,8 @@ def test_two_processes_match_one(name: str, tmp_path: Path) -> None:
     reference = [expected(load(folder).network, text) for text in prompts(3)]
     with split(folder) as (engine, runner):
         assert answers(engine, prompts(3)) == reference
-        runner._others[0].kill()
-        runner._others[0].wait()
+        runner._workers[0].kill()
+        runner._workers[0].wait()
         engine.submit(prompts()[0], GREEDY)
         with pytest.raises(RuntimeError, match="exited with -9"):
             engine.step()
@@ -228,15 +228,15 @@ def test_ranks_match_the_unsplit_model(
 
 def test_shards_are_as_even_as_groups_allow() -> None:
     model = quantised(wide_llama(), [described("int8"), described("int4/16"), described("mxfp4")])
-    assert shares(model, 2) == [[0, 1, 2], [0, 48, 96], [0, 1, 2], [0, 48, 96], [0, 1, 2], [0, 64, 96]]
-    assert shares(wide_llama(), 2)[1] == [0, 48, 96]
+    assert partition_units(model, 2) == [[0, 1, 2], [0, 48, 96], [0, 1, 2], [0, 48, 96], [0, 1, 2], [0, 64, 96]]
+    assert partition_units(wide_llama(), 2)[1] == [0, 48, 96]
 
 
 def test_unsupported_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="2 heads, too few for 3"):
         shard(Model(BUILDS["llama"]()), 0, 3)
     with pytest.raises(ModelError, match="normalized together and cannot be split"):
-        shares(Model(split_experts(fused("olmoe"))), 2)
+        partition_units(Model(split_experts(fused("olmoe"))), 2)
     cases = [
         (described("int4", hadamard=True), "o_proj cannot be split .*: its inputs are rotated together; use one"),
         (described("int4", "nvfp4"), "the scale of its nvfp4 inputs depends on all of them"),
@@ -254,7 +254,7 @@ def test_unsupported_splits(monkeypatch: pytest.MonkeyPatch) -> None:
         after = model.network.state_dict()
         assert all(torch.equal(before[name], after[name]) for name in before)  # nothing was split before the refusal
     monkeypatch.setattr(
-        "smelt.serve.engine.tensor_parallel._start_others", lambda *_: pytest.fail("a process was started")
+        "smelt.serve.engine.tensor_parallel._start_workers", lambda *_: pytest.fail("a process was started")
     )
     with pytest.raises(ModelError, match=sentence):
         Engine(model, tensor_parallel_size=2, **SMALL)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from smelt.kernels.gpu.fused_ops import add_rms_norm, silu_and_mul
 from smelt.kernels.gpu.rope import RotaryParams
 from smelt.kernels.gpu.vector import fused_gemv
-from smelt.runtime.decoder import Attention, Decoder, FeedForward, Norm, stacked
+from smelt.runtime.decoder import Attention, Decoder, FeedForward, Norm, merge_linears
 
 # Queries, keys and values of all heads [tokens, heads * head_dim], before RoPE -> [tokens, heads * head_dim]
 Attend = Callable[[Tensor, Attention], Tensor]
@@ -26,59 +26,62 @@ class FusedNetwork:
 
     def __init__(self, network: Decoder, max_num_seqs: int) -> None:
         self.decoder = network
-        heads = max(part.kv_heads for part in network.parts if isinstance(part, Attention))
-        self.arrived = torch.zeros(max_num_seqs * heads, dtype=torch.int32, device=network.table.device)
-        self._first = [
-            _Product(part.writers if isinstance(part, Attention) else (part.gate, part.up)) for part in network.parts
+        heads = max(part.num_kv_heads for part in network.parts if isinstance(part, Attention))
+        self.split_counter = torch.zeros(max_num_seqs * heads, dtype=torch.int32, device=network.embedding.device)
+        self._input_projections = [
+            _FusedLinear(part.qkv_projections if isinstance(part, Attention) else (part.gate, part.up))
+            for part in network.parts
         ]
-        self._second = [_Product([part.output]) for part in network.parts]
-        self._head = _Product([network.head])
+        self._output_projections = [_FusedLinear([part.output]) for part in network.parts]
+        self._lm_head = _FusedLinear([network.lm_head])
 
     def hidden(self, hidden: Tensor, attend: Attend) -> Tensor:  # [tokens, width] -> the same
         """Run all layers in place and return the hidden states before the final norm."""
         residual: Tensor | None = None
-        for part, first, second in zip(self.decoder.parts, self._first, self._second, strict=True):
+        for part, first, second in zip(
+            self.decoder.parts, self._input_projections, self._output_projections, strict=True
+        ):
             if isinstance(part, FeedForward):
-                y = first.gated(hidden, residual, part.norm)
+                y = first.norm_forward_gated(hidden, residual, part.norm)
             else:
-                y = attend(first.normed(hidden, residual, part.norm), part)
-            residual = second.added(y, hidden)
+                y = attend(first.norm_forward(hidden, residual, part.norm), part)
+            residual = second.forward_add(y, hidden)
         return hidden if residual is None else add_rms_norm(hidden, residual, None, 0.0)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._head.normed(hidden, None, self.decoder.norm)
+        return self._lm_head.norm_forward(hidden, None, self.decoder.final_norm)
 
-    def rotation(self, part: Attention) -> RotaryParams:
+    def rotary_params(self, part: Attention) -> RotaryParams:
         norms, epsilon = None, 0.0
         if part.query_norm is not None and part.key_norm is not None:
             norms, epsilon = (part.query_norm.weight, part.key_norm.weight), part.query_norm.epsilon
         return RotaryParams(self.decoder.cosines, self.decoder.sines, norms, epsilon)
 
 
-class _Product:
+class _FusedLinear:
     """Layers that share an input, merged into one GEMM if possible, with the operations fused before and after it."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        merged = layers[0] if len(layers) == 1 else stacked(layers)
+        merged = layers[0] if len(layers) == 1 else merge_linears(layers)
         self.layers = list(layers) if merged is None else [merged]
         self.plain = merged is not None and type(merged) is nn.Linear
 
-    def normed(self, hidden: Tensor, given: Tensor | None, norm: Norm) -> Tensor:
-        """Project the norm of hidden + given; the sum replaces hidden in place."""
+    def norm_forward(self, hidden: Tensor, residual: Tensor | None, norm: Norm) -> Tensor:
+        """Project the norm of hidden + residual; the sum replaces hidden in place."""
         if self.plain and len(hidden) == 1:
-            return self._one(_sum(hidden, given), norm=norm.weight, epsilon=norm.epsilon)
-        return self(add_rms_norm(hidden, given, norm.weight, norm.epsilon))
+            return self._gemv(_add_residual(hidden, residual), norm=norm.weight, epsilon=norm.epsilon)
+        return self(add_rms_norm(hidden, residual, norm.weight, norm.epsilon))
 
-    def gated(self, hidden: Tensor, given: Tensor | None, norm: Norm) -> Tensor:
+    def norm_forward_gated(self, hidden: Tensor, residual: Tensor | None, norm: Norm) -> Tensor:
         """Do the same, then gate: the first half of the output columns gates the second."""
         if self.plain and len(hidden) == 1 and self.layers[0].bias is None:
-            return self._one(_sum(hidden, given), norm=norm.weight, epsilon=norm.epsilon, gated=True)
-        return silu_and_mul(self(add_rms_norm(hidden, given, norm.weight, norm.epsilon)))
+            return self._gemv(_add_residual(hidden, residual), norm=norm.weight, epsilon=norm.epsilon, gated=True)
+        return silu_and_mul(self(add_rms_norm(hidden, residual, norm.weight, norm.epsilon)))
 
-    def added(self, x: Tensor, hidden: Tensor) -> Tensor | None:
+    def forward_add(self, x: Tensor, hidden: Tensor) -> Tensor | None:
         """Project x; return what is still to be added to hidden, or None if the kernel has added it."""
         if self.plain and len(x) == 1:
-            self._one(x, added=hidden)
+            self._gemv(x, added=hidden)
             return None
         return self(x)
 
@@ -86,10 +89,10 @@ class _Product:
         outputs = [layer(x) for layer in self.layers]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
-    def _one(self, x: Tensor, **around: Any) -> Tensor:
+    def _gemv(self, x: Tensor, **fused: Any) -> Tensor:
         layer: Any = self.layers[0]
-        return fused_gemv(x, layer.weight, layer.bias, **around)
+        return fused_gemv(x, layer.weight, layer.bias, **fused)
 
 
-def _sum(hidden: Tensor, given: Tensor | None) -> Tensor:
-    return hidden if given is None else add_rms_norm(hidden, given, None, 0.0)
+def _add_residual(hidden: Tensor, residual: Tensor | None) -> Tensor:
+    return hidden if residual is None else add_rms_norm(hidden, residual, None, 0.0)

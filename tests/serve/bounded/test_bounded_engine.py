@@ -107,7 +107,7 @@ def test_a_text_that_fits_matches_the_plain_engine(name: str, compiled: bool) ->
     texts = texts_of([1, 5, FULL - 16, 12])
     engine = capped(network, compiled=compiled)
     assert answers(engine, texts) == [expected(network, text) for text in texts]
-    assert runner_of(engine).cooked == 0
+    assert runner_of(engine).num_compressions == 0
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -140,7 +140,7 @@ def test_a_half_precision_network() -> None:
         plain.step()
     engine = capped(network, compiled=False)
     assert answers(engine, texts) == [request.output for request in reference]
-    assert len(answers(engine, [words(200)])[0]) == 16 and runner_of(engine).cooked > 5
+    assert len(answers(engine, [words(200)])[0]) == 16 and runner_of(engine).num_compressions > 5
 
 
 # A stream's cache
@@ -154,7 +154,7 @@ def held(engine: Engine, request: Request, layer: int) -> tuple[torch.Tensor, to
     """Return a running request's token numbers [kv_heads, length], keys and values [kv_heads, length, head_dim]."""
     runner, length = runner_of(engine), memory_of(engine).size.length(request.num_computed_tokens)
     rows = torch.tensor([request.blocks[position // BLOCK] * BLOCK + position % BLOCK for position in range(length)])
-    numbers = runner.pages.numbers.flatten(0, 1)[rows, layer].T.long()
+    numbers = runner.pages.token_indices.flatten(0, 1)[rows, layer].T.long()
     keys, values = (
         pages[layer].flatten(0, 1)[rows].transpose(0, 1) for pages in (runner.cache.keys, runner.cache.values)
     )
@@ -172,10 +172,10 @@ def test_the_pages_of_a_long_text_match_a_streams_cache(llama: PreTrainedModel, 
             break
         stream.push(request.tokens[stream.num_seen : request.num_computed_tokens])
         assert stream.length == memory_of(engine).size.length(request.num_computed_tokens)
-        assert request.cache_state is not None and request.cache_state.ledger.length == stream._novelty.length
+        assert request.cache_state is not None and request.cache_state.novelty.length == stream._novelty.length
         for actual, reference in (
-            (request.cache_state.ledger.token_indices, stream._novelty.token_indices),
-            (request.cache_state.ledger.novelty, stream._novelty.novelty),
+            (request.cache_state.novelty.token_indices, stream._novelty.token_indices),
+            (request.cache_state.novelty.novelty, stream._novelty.novelty),
         ):
             count = stream._novelty.length
             assert torch.allclose(actual[:count].double(), reference[:count].double(), atol=1e-4)
@@ -184,7 +184,7 @@ def test_the_pages_of_a_long_text_match_a_streams_cache(llama: PreTrainedModel, 
             assert torch.equal(numbers, pot.token_indices[:, : stream.length])
             assert torch.allclose(keys, pot.keys[:, : stream.length], atol=1e-4)
             assert torch.allclose(values, pot.values[:, : stream.length], atol=1e-4)
-    assert len(request.output) == 70 and stream.num_compressions == runner_of(engine).cooked > 5
+    assert len(request.output) == 70 and stream.num_compressions == runner_of(engine).num_compressions > 5
 
 
 def test_the_answer_matches_the_stream(llama: PreTrainedModel) -> None:
@@ -286,7 +286,7 @@ def test_prompt_chunks_do_not_depend_on_the_batch() -> None:
         launch = runner_of(engine).launch
 
         def noted(step: ScheduledBatch) -> InflightBatch:
-            for chunk in step.pieces:
+            for chunk in step.chunks:
                 chunks.setdefault(len(chunk.request.prompt), []).append((chunk.start, chunk.count))
             return launch(step)
 

@@ -81,8 +81,10 @@ def check(engine: Engine) -> None:
     assert pool.free + sum(count > 0 for count in pool.references) == pool.blocks
     for request in engine.scheduler.running:
         if request.cache_state is not None:
-            assert len(request.blocks) == len(set(request.cache_state.places)) == len(request.cache_state.places)
-            assert len(request.blocks) >= int(request.cache_state.kept.num_pages(request.num_computed_tokens).sum())
+            assert len(request.blocks) == len(set(request.cache_state.entries)) == len(request.cache_state.entries)
+            assert len(request.blocks) >= int(
+                request.cache_state.retention.num_pages(request.num_computed_tokens).sum()
+            )
     if isinstance(engine.scheduler.cache_manager, PerHeadCacheManager):
         used_pages = {page for request in engine.scheduler.running for page in request.blocks}
         state = engine.state()
@@ -373,10 +375,10 @@ def test_chunks_have_about_equal_length_and_their_budgets_add_up() -> None:
         done, sizes = 0, []
         while done < tokens:
             sizes.append(kept_.next_chunk(done, 24))
-            judged = kept_.eviction_step(done, done + sizes[-1])
-            if judged is not None:
-                assert (judged.retained >= judged.window).all() and (judged.retained <= judged.region).all()
-                assert (judged.locked + judged.retained == kept_.lengths(done + sizes[-1])).all()
+            eviction = kept_.eviction_step(done, done + sizes[-1])
+            if eviction is not None:
+                assert (eviction.retained >= eviction.window).all() and (eviction.retained <= eviction.region).all()
+                assert (eviction.locked + eviction.retained == kept_.lengths(done + sizes[-1])).all()
             done += sizes[-1]
         assert max(sizes) <= 24 and max(sizes) - min(sizes) <= 1
         lengths = kept_.lengths(tokens)
@@ -389,9 +391,9 @@ def test_moved_tokens_have_distinct_slots() -> None:
     engine = Engine(model_of("llama"), kv_profile=profile, max_num_batched_tokens=24, **SMALL)
     moves = []
 
-    def watched(compress: Any, step: PerHeadBatch, layer: int, *rest: Any) -> None:
-        moves.extend(row.tolist() for chunk in step.chunks for row in chunk.there[layer])
-        compress(step, layer, *rest)
+    def watched(compress: Any, batch: PerHeadBatch, layer: int, *rest: Any) -> None:
+        moves.extend(row.tolist() for chunk in batch.eviction_chunks for row in chunk.target_rows[layer])
+        compress(batch, layer, *rest)
 
     engine.runner._compress = partial(watched, engine.runner._compress)  # type: ignore[attr-defined]
     engine.submit(words(90), GREEDY)

@@ -23,7 +23,7 @@ from smelt.models.model import Model
 from smelt.serve.engine import factory
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.factory import per_head_gpu_runner
-from smelt.serve.engine.per_head.parts import AT_ONCE, OVERHEAD, parts_of, work_of
+from smelt.serve.engine.per_head.kv_splits import OVERHEAD, PROGRAMS_PER_SM, build_split_work, choose_num_splits
 from smelt.serve.engine.sampling_params import SamplingParams
 from tests.serve.per_head.test_per_head_engine import SMALL, check, prompts, retention, run, words
 from tests.tiny import BUILDS
@@ -172,32 +172,32 @@ def test_last_queries_are_scored_in_the_dtype_of_the_keys(dtype: torch.dtype) ->
 
 
 def test_splits_follow_budgets() -> None:
-    assert parts_of((8, 4), 1, 6) == (16, 8)  # as many as there are slots
-    assert parts_of((8, 4), 1, 6, most=4) == (4, 2)
-    assert parts_of((8, 7) * 4, 528, 132) == (1,) * 8  # enough programs without splitting
-    long, *others = parts_of((64, 1, 1, 1), 40, 132)  # one long head does not delay the others
+    assert choose_num_splits((8, 4), 1, 6) == (16, 8)  # as many as there are slots
+    assert choose_num_splits((8, 4), 1, 6, max_splits=4) == (4, 2)
+    assert choose_num_splits((8, 7) * 4, 528, 132) == (1,) * 8  # enough programs without splitting
+    long, *others = choose_num_splits((64, 1, 1, 1), 40, 132)  # one long head does not delay the others
     assert long >= 6 and set(others) == {1}
 
 
 @pytest.mark.parametrize("requests", [1, 3, 4, 16, 33, 64, 200])
 def test_no_other_split_would_finish_earlier(requests: int) -> None:
-    """Simulate programs starting in the order of `work_of`, each as soon as a slot is free."""
+    """Simulate programs starting in the order of `build_split_work`, each as soon as a slot is free."""
     shares = (64, 33, 17, 17, 7, 7, 4, 4)
 
     def ends(parts: tuple[int, ...]) -> float:
-        free_at = [0.0] * AT_ONCE * 132
-        for head, _, count in work_of(shares, parts):
+        free_at = [0.0] * PROGRAMS_PER_SM * 132
+        for head, _, count in build_split_work(shares, parts):
             for _ in range(requests):
                 heapq.heapreplace(free_at, free_at[0] + shares[head] / count / 64 + OVERHEAD)
         return max(free_at)
 
-    end = ends(parts_of(shares, requests, 132))
+    end = ends(choose_num_splits(shares, requests, 132))
     assert end <= 1.01 * min(ends((count,) * 8) for count in (1, 2, 4, 8, 16, 32))
-    assert end < 1.35 * (requests * sum(shares) / 64 / (AT_ONCE * 132)) or requests < 4
+    assert end < 1.35 * (requests * sum(shares) / 64 / (PROGRAMS_PER_SM * 132)) or requests < 4
 
 
 def test_long_splits_start_first_and_each_occurs_once() -> None:
     shares, parts = [10, 64, 30], [1, 4, 3]
-    work = work_of(shares, parts)
+    work = build_split_work(shares, parts)
     assert [shares[head] / count for head, _, count in work] == [16] * 4 + [10] * 4
     assert sorted(work) == [(head, part, count) for head, count in enumerate(parts) for part in range(count)]

@@ -31,7 +31,7 @@ class Adapters:
             for name, folder in folders.items()
         }
         head = model.network.get_output_embeddings()
-        self._tokens: dict[str, Tensor] = {}  # of the current step: adapter -> rows of its tokens
+        self._active_rows: dict[str, Tensor] = {}  # of the current step: adapter -> rows of its tokens
         for path in {path for layers in self._factors.values() for path in layers}:
             layer = model.network.get_submodule(path)
             if layer is head:
@@ -49,42 +49,44 @@ class Adapters:
             raise RequestError(f"there is no adapter {name!r}; there are {', '.join(self._factors) or 'none'}.")
 
     @contextmanager
-    def applied(self, pieces: Sequence[ScheduledChunk], device: torch.device) -> Iterator[None]:
+    def applied(self, chunks: Sequence[ScheduledChunk], device: torch.device) -> Iterator[None]:
         """Apply adapters to the tokens of a step inside the context."""
-        rows = _places_by_adapter(pieces).items()
-        with self._at({name: torch.tensor(indices, device=device) for name, indices in rows}):
+        rows = _rows_by_adapter(chunks).items()
+        with self._activate({name: torch.tensor(indices, device=device) for name, indices in rows}):
             yield
 
-    def numbers(self, pieces: Sequence[ScheduledChunk]) -> Tensor:
-        """Return each token's adapter number, counted from 1 (0: none); empty if no token has an adapter."""
-        numbers = {name: number for number, name in enumerate(self._factors, 1)}
-        token_numbers = [numbers.get(chunk.request.adapter or "", 0) for chunk in pieces for _ in range(chunk.count)]
-        return torch.tensor(token_numbers if any(token_numbers) else [], dtype=torch.int64)
+    def token_indices(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
+        """Return each token's adapter index, counted from 1 (0: none); empty if no token has an adapter."""
+        index_by_name = {name: index for index, name in enumerate(self._factors, 1)}
+        indices = [index_by_name.get(chunk.request.adapter or "", 0) for chunk in chunks for _ in range(chunk.count)]
+        return torch.tensor(indices if any(indices) else [], dtype=torch.int64)
 
     @contextmanager
-    def applied_by(self, numbers: Tensor) -> Iterator[None]:
-        """Do the same as `applied`, by adapter numbers [tokens]."""
-        rows_by_name = {name: (numbers == number).nonzero()[:, 0] for number, name in enumerate(self._factors, 1)}
-        with self._at({name: rows for name, rows in rows_by_name.items() if len(rows)}):
+    def applied_by_index(self, indices: Tensor) -> Iterator[None]:
+        """Do the same as `applied`, by adapter indices [tokens]."""
+        rows_by_name = {name: (indices == index).nonzero()[:, 0] for index, name in enumerate(self._factors, 1)}
+        with self._activate({name: rows for name, rows in rows_by_name.items() if len(rows)}):
             yield
 
     @contextmanager
-    def _at(self, tokens: dict[str, Tensor]) -> Iterator[None]:
-        self._tokens = tokens
+    def _activate(self, rows: dict[str, Tensor]) -> Iterator[None]:
+        self._active_rows = rows
         try:
             yield
         finally:
-            self._tokens = {}
+            self._active_rows = {}
 
     def keep_rows(self, module: nn.Module, rows: Tensor) -> None:
         """Keep only these output rows of a layer's adapters."""
-        self._change(module, lambda factors: Factors(factors.down, factors.up[rows.to(factors.up.device)]))
+        self._update_factors(module, lambda factors: Factors(factors.down, factors.up[rows.to(factors.up.device)]))
 
     def keep_columns(self, module: nn.Module, columns: Tensor) -> None:
         """Keep only these input columns of a layer's adapters."""
-        self._change(module, lambda factors: Factors(factors.down[:, columns.to(factors.down.device)], factors.up))
+        self._update_factors(
+            module, lambda factors: Factors(factors.down[:, columns.to(factors.down.device)], factors.up)
+        )
 
-    def _change(self, module: nn.Module, make: Callable[[Factors], Factors]) -> None:
+    def _update_factors(self, module: nn.Module, make: Callable[[Factors], Factors]) -> None:
         path = self._paths[id(module)]
         for layers in self._factors.values():
             if path in layers:
@@ -97,7 +99,7 @@ class Adapters:
 
     def _hook(self, path: str) -> Any:
         def add(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            for name, rows in self._tokens.items():
+            for name, rows in self._active_rows.items():
                 factors = self._factors[name].get(path)
                 if factors is not None:
                     x = args[0].flatten(0, -2)[rows]
@@ -108,15 +110,15 @@ class Adapters:
         return add
 
 
-def uses_adapters(pieces: Sequence[ScheduledChunk]) -> bool:
-    return any(chunk.request.adapter is not None for chunk in pieces)
+def uses_adapters(chunks: Sequence[ScheduledChunk]) -> bool:
+    return any(chunk.request.adapter is not None for chunk in chunks)
 
 
-def _places_by_adapter(pieces: Sequence[ScheduledChunk]) -> dict[str, list[int]]:
+def _rows_by_adapter(chunks: Sequence[ScheduledChunk]) -> dict[str, list[int]]:
     """Return the rows of each adapter's tokens in a step."""
     rows: dict[str, list[int]] = {}
     offset = 0
-    for chunk in pieces:
+    for chunk in chunks:
         if chunk.request.adapter is not None:
             rows.setdefault(chunk.request.adapter, []).extend(range(offset, offset + chunk.count))
         offset += chunk.count

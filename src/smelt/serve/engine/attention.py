@@ -22,10 +22,10 @@ from smelt.kernels.kv_quant import KVQuantFormat, quantize_qkv, row_layout
 from smelt.kernels.paged import allocate_kv_pages, paged_attention, store_kv
 from smelt.models.anatomy import Anatomy
 
-NAME = "smelt-paged"
+ATTN_IMPLEMENTATION = "smelt-paged"
 # (layer, queries, keys, values [tokens, heads, head_dim], softmax scale, sliding window) -> [tokens, heads, head_dim]
-Attend = Callable[[int, Tensor, Tensor, Tensor, float, int | None], Tensor]
-_moment = local()
+AttentionFn = Callable[[int, Tensor, Tensor, Tensor, float, int | None], Tensor]
+_context = local()
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class PagedCache:
 
     keys: dict[int, Tensor]  # layer -> pages
     values: dict[int, Tensor]
-    size: int  # tokens per block
-    rows: dict[int, KVQuantFormat | None]
+    block_size: int
+    kv_quant: dict[int, KVQuantFormat | None]  # layer -> format of quantized rows
 
     @classmethod
     def empty(
@@ -46,46 +46,49 @@ class PagedCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        kind: str | None = None,
+        kv_cache_dtype: str | None = None,
     ) -> PagedCache:
-        """`kind`: a quantized KV cache dtype, or None for the model's own dtype."""
-        shapes = _layers(anatomy)
-        rows = {layer: rows_of(kind, head_dim) for layer, (_, head_dim) in shapes.items()}
+        """`kv_cache_dtype`: a quantized KV cache dtype, or None for the model's own dtype."""
+        shapes = _attention_layers(anatomy)
+        kv_quant = {layer: kv_quant_format(kv_cache_dtype, head_dim) for layer, (_, head_dim) in shapes.items()}
 
         def pages() -> dict[int, Tensor]:
             pages_by_layer = {}
             for layer, (num_kv_heads, head_dim) in shapes.items():
-                row_size, row_dtype = row_layout(rows[layer], head_dim, dtype)
+                row_size, row_dtype = row_layout(kv_quant[layer], head_dim, dtype)
                 pages_by_layer[layer] = allocate_kv_pages(
                     (num_blocks, block_size, num_kv_heads, row_size), row_dtype, device
                 )
             return pages_by_layer
 
-        return cls(pages(), pages(), block_size, rows)
+        return cls(pages(), pages(), block_size, kv_quant)
 
     def layer(self, index: int) -> LayerKVPages:
-        return LayerKVPages(self.keys[index], self.values[index], self.keys[index].shape[2], kv_quant=self.rows[index])
+        return LayerKVPages(
+            self.keys[index], self.values[index], self.keys[index].shape[2], kv_quant=self.kv_quant[index]
+        )
 
 
-def rows_of(kind: str | None, width: int) -> KVQuantFormat | None:
-    return None if kind is None else KVQuantFormat.for_head_dim(kind, width)
+def kv_quant_format(kv_cache_dtype: str | None, head_dim: int) -> KVQuantFormat | None:
+    """Return how a row of the KV cache is quantized; None: it has the model's dtype."""
+    return None if kv_cache_dtype is None else KVQuantFormat.for_head_dim(kv_cache_dtype, head_dim)
 
 
-def block_bytes(anatomy: Anatomy, block_size: int, dtype: torch.dtype, kind: str | None = None) -> int:
+def block_bytes(anatomy: Anatomy, block_size: int, dtype: torch.dtype, kv_cache_dtype: str | None = None) -> int:
     """Return the bytes of one block over all layers, keys and values."""
     return sum(
-        2 * block_size * num_kv_heads * row_bytes(head_dim, dtype, kind)
-        for num_kv_heads, head_dim in _layers(anatomy).values()
+        2 * block_size * num_kv_heads * row_bytes(head_dim, dtype, kv_cache_dtype)
+        for num_kv_heads, head_dim in _attention_layers(anatomy).values()
     )
 
 
-def row_bytes(width: int, dtype: torch.dtype, kind: str | None) -> int:
+def row_bytes(head_dim: int, dtype: torch.dtype, kv_cache_dtype: str | None) -> int:
     """Return the bytes of one head's key or value of one token."""
-    row_size, row_dtype = row_layout(rows_of(kind, width), width, dtype)
+    row_size, row_dtype = row_layout(kv_quant_format(kv_cache_dtype, head_dim), head_dim, dtype)
     return row_size * row_dtype.itemsize
 
 
-def _layers(anatomy: Anatomy) -> dict[int, tuple[int, int]]:
+def _attention_layers(anatomy: Anatomy) -> dict[int, tuple[int, int]]:
     """Return the number of KV heads and head_dim of every layer that has attention."""
     parts = [part for part in anatomy.parts if part.kind == "heads" and part.units]
     if not anatomy.family.causal:
@@ -93,26 +96,26 @@ def _layers(anatomy: Anatomy) -> dict[int, tuple[int, int]]:
     return {part.block: (part.units, part.head_dim) for part in parts}
 
 
-def paged(cache: PagedCache, pages: AttentionMetadata) -> Attend:
+def paged_attention_fn(cache: PagedCache, metadata: AttentionMetadata) -> AttentionFn:
     """Return attention that reads and writes this cache."""
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
-        key_pages, value_pages, rows = cache.keys[layer], cache.values[layer], cache.rows[layer]
-        queries, keys, values = quantize_qkv(rows, queries, keys, values)
-        store_kv(keys, values, key_pages, value_pages, pages.slot_mapping)
-        return paged_attention(queries, key_pages, value_pages, pages, scale, window, rows)
+        key_pages, value_pages, kv_quant = cache.keys[layer], cache.values[layer], cache.kv_quant[layer]
+        queries, keys, values = quantize_qkv(kv_quant, queries, keys, values)
+        store_kv(keys, values, key_pages, value_pages, metadata.slot_mapping)
+        return paged_attention(queries, key_pages, value_pages, metadata, scale, window, kv_quant)
 
     return attend
 
 
 @contextmanager
-def attending(attend: Attend) -> Iterator[None]:
-    """Use this attention function in the network inside the context."""
-    _moment.attend = attend
+def use_attention(attention_fn: AttentionFn) -> Iterator[None]:
+    """Use this attention function in the network inside the context, in this thread."""
+    _context.attention_fn = attention_fn
     try:
         yield
     finally:
-        del _moment.attend
+        del _context.attention_fn
 
 
 def _attention(
@@ -124,7 +127,7 @@ def _attention(
     layer: Any = module.layer_idx
     scale = options.get("scaling") or query.shape[-1] ** -0.5
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return _moment.attend(layer, queries, keys, values, scale, options.get("sliding_window"))[None], None
+    return _context.attention_fn(layer, queries, keys, values, scale, options.get("sliding_window"))[None], None
 
 
-AttentionInterface.register(NAME, _attention)
+AttentionInterface.register(ATTN_IMPLEMENTATION, _attention)

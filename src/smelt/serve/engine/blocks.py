@@ -1,7 +1,7 @@
 """The pool of KV cache blocks: reference counts, and the prefix cache over full blocks.
 
 A free block stays in the prefix cache until it is allocated again; the least recently freed blocks are allocated first.
-Digests are chained, so a block matches only after the same tokens, with the same salt and adapter.
+Digests are extend_digests, so a block matches only after the same tokens, with the same salt and adapter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class BlockPool:
         self.references = [0] * blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))  # least recently freed first
         self._digests: list[bytes | None] = [None] * blocks
-        self._known: dict[bytes, int] = {}
+        self._cached_blocks: dict[bytes, int] = {}
 
     @property
     def free(self) -> int:
@@ -61,7 +61,7 @@ class BlockPool:
         """Return the longest cached prefix as blocks, without references: `share` them."""
         prefix = []
         for digest in digests if self.prefix_cache else ():
-            block = self._known.get(digest)
+            block = self._cached_blocks.get(digest)
             if block is None:
                 break
             prefix.append(block)
@@ -73,17 +73,17 @@ class BlockPool:
 
     def register(self, block: int, digest: bytes) -> None:
         """Add a full block to the prefix cache; of two with the same content the first stays."""
-        if self.prefix_cache and digest not in self._known and self._digests[block] is None:
-            self._known[digest], self._digests[block] = block, digest
+        if self.prefix_cache and digest not in self._cached_blocks and self._digests[block] is None:
+            self._cached_blocks[digest], self._digests[block] = block, digest
 
     def _forget(self, block: int) -> None:
         digest = self._digests[block]
         if digest is not None:
-            del self._known[digest]
+            del self._cached_blocks[digest]
             self._digests[block] = None
 
 
-def chained(tokens: Sequence[int], size: int, digests: list[bytes], root: bytes) -> list[bytes]:
+def extend_digests(tokens: Sequence[int], size: int, digests: list[bytes], root: bytes) -> list[bytes]:
     """Extend a text's block digests in place to all blocks that are full now."""
     for block in range(len(digests), len(tokens) // size):
         parent = digests[-1] if digests else root

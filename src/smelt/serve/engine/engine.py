@@ -181,9 +181,9 @@ class Engine:
             return self._read(self._inflight.popleft())
         batch = self.scheduler.schedule()
         self._count(batch)
-        if batch.pieces:
+        if batch.chunks:
             self._inflight.append(self.runner.launch(batch))
-        if len(self._inflight) > (self.runner.max_inflight_steps if batch.pieces else 0):
+        if len(self._inflight) > (self.runner.max_inflight_steps if batch.chunks else 0):
             return self._read(self._inflight.popleft())
         return []
 
@@ -195,7 +195,7 @@ class Engine:
         self._counts["steps"] += 1
         self._counts["computed_tokens"] += batch.tokens
         self._counts["preemptions"] += len(batch.preempted)
-        for chunk in batch.pieces:
+        for chunk in batch.chunks:
             if chunk.request.admitted_at == 0:
                 chunk.request.admitted_at = self._counts["steps"]
                 chunk.request.started = time.monotonic()
@@ -203,14 +203,14 @@ class Engine:
                 self._counts["cached_tokens"] += chunk.request.num_cached_tokens
 
     def _read(self, inflight: InflightBatch) -> list[Event]:
-        for chunk in inflight.step.pieces:
+        for chunk in inflight.batch.chunks:
             if not chunk.samples_token:
                 self.scheduler.on_computed(chunk.request)
-        output = inflight.drawn
+        output = inflight.sampler_output
         if output is None:
             return []
         events = []
-        for row, (request, token) in enumerate(zip(inflight.giving, inflight.tokens(), strict=True)):
+        for row, (request, token) in enumerate(zip(inflight.requests, inflight.tokens(), strict=True)):
             if request.state is RequestStatus.FINISHED:  # aborted while the step ran
                 continue
             self.scheduler.on_token(request, token)

@@ -18,7 +18,7 @@ from smelt.measure.memory import free_memory
 from smelt.models.model import Model
 from smelt.runtime import decoder
 from smelt.serve.engine.adapters import Adapters
-from smelt.serve.engine.attention import block_bytes, row_bytes, rows_of
+from smelt.serve.engine.attention import block_bytes, kv_quant_format, row_bytes
 from smelt.serve.engine.blocks import BlockPool
 from smelt.serve.engine.bounded.cache_manager import BoundedCacheManager, BoundedCacheState
 from smelt.serve.engine.bounded.pages import bounded_block_bytes
@@ -53,11 +53,11 @@ class Runner(Protocol):
     def warmup(self) -> None:
         """Compile and capture what would otherwise be made on first use."""
 
-    def launch(self, step: ScheduledBatch) -> InflightBatch: ...
+    def launch(self, batch: ScheduledBatch) -> InflightBatch: ...
 
 
 @dataclass(frozen=True)
-class _Build:
+class _ResolvedConfig:
     """A model and the resolved settings of its engine."""
 
     model: Model
@@ -85,7 +85,7 @@ class _Build:
     @property
     def runs_fused(self) -> bool:
         compiled, device = self.config.compiled, self.model.device.type
-        return compiled and device == "cuda" and decoder.reason_against(self.model) is None
+        return compiled and device == "cuda" and decoder.unsupported_reason(self.model) is None
 
     def num_blocks(self, block_bytes: int, max_blocks: int, device: torch.device, reserved_bytes: int = 0) -> int:
         """Return how many blocks fit into the memory for them, at most what all requests could use."""
@@ -111,130 +111,134 @@ class _Build:
 def build(model: Model, config: EngineConfig, adapters: Adapters) -> tuple[Scheduler, Runner]:
     """Build the scheduler and the runner that the KV cache's policy asks for."""
     dtype = resolve_kv_cache_dtype(model, config.kv_cache.kv_cache_dtype)
-    parts = _Build(model, config, adapters, config.resolve_max_model_len(model), dtype)
+    resolved = _ResolvedConfig(model, config, adapters, config.resolve_max_model_len(model), dtype)
     cache = config.kv_cache
     if cache.kv_token_cap is not None:
-        return _bounded(parts, cache.kv_token_cap)
+        return _bounded(resolved, cache.kv_token_cap)
     if cache.page_selection is not None:
-        return _sparse(parts, cache.page_selection)
+        return _sparse(resolved, cache.page_selection)
     if cache.kv_profile is not None:
-        return _per_head(parts, eviction_policy(model, cache))
-    return _paged(parts)
+        return _per_head(resolved, eviction_policy(model, cache))
+    return _paged(resolved)
 
 
-def _paged(parts: _Build) -> tuple[Scheduler, Runner]:
+def _paged(resolved: _ResolvedConfig) -> tuple[Scheduler, Runner]:
     """Keep every token; a block holds all layers and heads."""
-    model, config, dtype = parts.model, parts.config, parts.kv_cache_dtype
+    model, config, dtype = resolved.model, resolved.config, resolved.kv_cache_dtype
     ranks = config.tensor_parallel_size
     if ranks > 1 and dtype is not None:
         raise ModelError(f"an {dtype} KV cache is not split over several devices yet: use one.")
     device = torch.device(config.device) if ranks > 1 else model.device
-    bytes_per_block = -(-block_bytes(model.anatomy, parts.block_size, model.network.dtype, dtype) // ranks)
-    num_blocks = parts.num_blocks(bytes_per_block, config.max_num_seqs * parts.blocks_per_request, device)
-    pool = BlockPool(num_blocks, parts.block_size, prefix_cache=parts.cache.prefix_cache)
-    return parts.scheduler(PagedCacheManager(pool)), paged_runner(parts, num_blocks)
+    bytes_per_block = -(-block_bytes(model.anatomy, resolved.block_size, model.network.dtype, dtype) // ranks)
+    num_blocks = resolved.num_blocks(bytes_per_block, config.max_num_seqs * resolved.blocks_per_request, device)
+    pool = BlockPool(num_blocks, resolved.block_size, prefix_cache=resolved.cache.prefix_cache)
+    return resolved.scheduler(PagedCacheManager(pool)), paged_runner(resolved, num_blocks)
 
 
-def paged_runner(parts: _Build, num_blocks: int) -> Runner:
+def paged_runner(resolved: _ResolvedConfig, num_blocks: int) -> Runner:
     """Return the fastest runner that this model has on this device."""
-    model, config = parts.model, parts.config
+    model, config = resolved.model, resolved.config
     sizes: dict[str, Any] = {
-        "num_blocks": num_blocks, "block_size": parts.block_size, "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens, "max_model_len": parts.max_model_len,
+        "num_blocks": num_blocks, "block_size": resolved.block_size, "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens, "max_model_len": resolved.max_model_len,
     }  # fmt: skip
     if config.tensor_parallel_size > 1:
         device_type = config.device.partition(":")[0]
         return TensorParallelRunner(
-            model, RunnerSizes(**sizes), config.tensor_parallel_size, device_type, parts.adapters
+            model, RunnerSizes(**sizes), config.tensor_parallel_size, device_type, resolved.adapters
         )
-    if parts.runs_fused:
-        return paged_gpu_runner(parts, num_blocks)
-    return ModelRunner(model, **sizes, compiled=config.compiled, adapters=parts.adapters, kind=parts.kv_cache_dtype)
-
-
-def paged_gpu_runner(parts: _Build, num_blocks: int) -> Runner:
-    max_num_seqs, length = parts.config.max_num_seqs, parts.max_model_len
-    pages = partial(
-        PagedGpuPages, parts.model, num_blocks, parts.block_size, max_num_seqs, length, parts.kv_cache_dtype
+    if resolved.runs_fused:
+        return paged_gpu_runner(resolved, num_blocks)
+    return ModelRunner(
+        model, **sizes, compiled=config.compiled, adapters=resolved.adapters, kv_cache_dtype=resolved.kv_cache_dtype
     )
-    return GpuRunner(parts.model, pages, max_num_seqs=max_num_seqs, max_model_len=length, adapters=parts.adapters)
 
 
-def _sparse(parts: _Build, selection: SparseAttentionConfig) -> tuple[Scheduler, Runner]:
+def paged_gpu_runner(resolved: _ResolvedConfig, num_blocks: int) -> Runner:
+    max_num_seqs, length = resolved.config.max_num_seqs, resolved.max_model_len
+    pages = partial(
+        PagedGpuPages, resolved.model, num_blocks, resolved.block_size, max_num_seqs, length, resolved.kv_cache_dtype
+    )
+    return GpuRunner(resolved.model, pages, max_num_seqs=max_num_seqs, max_model_len=length, adapters=resolved.adapters)
+
+
+def _sparse(resolved: _ResolvedConfig, selection: SparseAttentionConfig) -> tuple[Scheduler, Runner]:
     """Evict nothing and attend to selected pages; with an offload config, pages live in host memory."""
-    model, config, dtype = parts.model, parts.config, parts.kv_cache_dtype
-    offload = parts.cache.kv_offload
+    model, config, dtype = resolved.model, resolved.config, resolved.kv_cache_dtype
+    offload = resolved.cache.kv_offload
     device = model.device if offload is None else torch.device("cpu")
-    bytes_per_block = block_bytes(model.anatomy, parts.block_size, model.network.dtype, dtype)
-    num_blocks = parts.num_blocks(bytes_per_block, config.max_num_seqs * parts.blocks_per_request, device)
-    pool = BlockPool(num_blocks, parts.block_size, prefix_cache=parts.cache.prefix_cache)
+    bytes_per_block = block_bytes(model.anatomy, resolved.block_size, model.network.dtype, dtype)
+    num_blocks = resolved.num_blocks(bytes_per_block, config.max_num_seqs * resolved.blocks_per_request, device)
+    pool = BlockPool(num_blocks, resolved.block_size, prefix_cache=resolved.cache.prefix_cache)
     runner = SparseRunner(
-        model, num_blocks=num_blocks, block_size=parts.block_size, max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=parts.max_model_len, selection=selection,
-        kv_offload=offload, compiled=config.compiled, adapters=parts.adapters, kind=dtype,
+        model, num_blocks=num_blocks, block_size=resolved.block_size, max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=resolved.max_model_len, selection=selection,
+        kv_offload=offload, compiled=config.compiled, adapters=resolved.adapters, kv_cache_dtype=dtype,
     )  # fmt: skip
-    return parts.scheduler(PagedCacheManager(pool)), runner
+    return resolved.scheduler(PagedCacheManager(pool)), runner
 
 
-def _bounded(parts: _Build, bound: BoundedCacheConfig) -> tuple[Scheduler, Runner]:
+def _bounded(resolved: _ResolvedConfig, bound: BoundedCacheConfig) -> tuple[Scheduler, Runner]:
     """Bound each request's KV cache. A step computes a prompt chunk beside one token of every request."""
-    model, config, dtype = parts.model, parts.config, parts.kv_cache_dtype
+    model, config, dtype = resolved.model, resolved.config, resolved.kv_cache_dtype
     compressor = InfiniPotCompressor(model, bound.method)
     positions = getattr(model.network.config, "max_position_embeddings", None)
-    size = bound.size(len(compressor.prompt), positions, parts.block_size)
-    blocks_per_request = -(-size.capacity // parts.block_size)
-    bytes_per_block = bounded_block_bytes(model.anatomy, parts.block_size, model.network.dtype, dtype)
-    num_blocks = parts.num_blocks(bytes_per_block, config.max_num_seqs * blocks_per_request, model.device)
+    size = bound.size(len(compressor.prompt), positions, resolved.block_size)
+    blocks_per_request = -(-size.capacity // resolved.block_size)
+    bytes_per_block = bounded_block_bytes(model.anatomy, resolved.block_size, model.network.dtype, dtype)
+    num_blocks = resolved.num_blocks(bytes_per_block, config.max_num_seqs * blocks_per_request, model.device)
     if num_blocks < blocks_per_request:
         raise ResourceError(
-            f"the KV cache holds {num_blocks * parts.block_size:,} tokens, and the cap is "
+            f"the KV cache holds {num_blocks * resolved.block_size:,} tokens, and the cap is "
             f"{size.capacity:,}, which takes {blocks_per_request * bytes_per_block:,} bytes; "
             "give more memory, or a smaller cap."
         )
-    pool = BlockPool(num_blocks, parts.block_size, prefix_cache=False)
+    pool = BlockPool(num_blocks, resolved.block_size, prefix_cache=False)
     empty = partial(BoundedCacheState.empty, size.capacity, model.device)
-    cache_manager = BoundedCacheManager(pool, size, empty, reuse=parts.cache.prefix_cache)
-    tokens = parts.chunk_size + config.max_num_seqs
+    cache_manager = BoundedCacheManager(pool, size, empty, reuse=resolved.cache.prefix_cache)
+    tokens = resolved.chunk_size + config.max_num_seqs
     runner = BoundedRunner(
-        model, compressor, size, num_blocks=num_blocks, block_size=parts.block_size, max_num_batched_tokens=tokens,
-        max_num_seqs=config.max_num_seqs, compiled=config.compiled, adapters=parts.adapters, kind=dtype,
+        model, compressor, size, num_blocks=num_blocks, block_size=resolved.block_size, max_num_batched_tokens=tokens,
+        max_num_seqs=config.max_num_seqs, compiled=config.compiled, adapters=resolved.adapters, kv_cache_dtype=dtype,
     )  # fmt: skip
-    return parts.scheduler(cache_manager, tokens), runner
+    return resolved.scheduler(cache_manager, tokens), runner
 
 
-def _per_head(parts: _Build, policy: EvictionPolicy) -> tuple[Scheduler, Runner]:
+def _per_head(resolved: _ResolvedConfig, policy: EvictionPolicy) -> tuple[Scheduler, Runner]:
     """Evict per head as the policy says. A step computes a prompt chunk beside one token of every request."""
-    model, config = parts.model, parts.config
+    model, config = resolved.model, resolved.config
     head_dim = kv_shape_of(model).head_dim
-    tokens, pages_per_cluster = parts.chunk_size + config.max_num_seqs, parts.blocks_per_request + 1
-    row = row_bytes(head_dim, model.network.dtype, parts.kv_cache_dtype)
-    bytes_per_page = page_bytes(policy.clusters, row, parts.block_size)
-    staging = staging_pages(policy, tokens, parts.chunk_size)
+    tokens, pages_per_cluster = resolved.chunk_size + config.max_num_seqs, resolved.blocks_per_request + 1
+    row = row_bytes(head_dim, model.network.dtype, resolved.kv_cache_dtype)
+    bytes_per_page = page_bytes(policy.clusters, row, resolved.block_size)
+    staging = staging_pages(policy, tokens, resolved.chunk_size)
     max_pages = config.max_num_seqs * len(policy.budgets) * pages_per_cluster
-    num_pages = parts.num_blocks(bytes_per_page, max_pages, model.device, reserved_bytes=staging * bytes_per_page)
-    pool = BlockPool(num_pages, parts.block_size, prefix_cache=False)
-    cache_manager = PerHeadCacheManager(pool, policy, pages_per_cluster, reuse=parts.cache.prefix_cache)
+    num_pages = resolved.num_blocks(bytes_per_page, max_pages, model.device, reserved_bytes=staging * bytes_per_page)
+    pool = BlockPool(num_pages, resolved.block_size, prefix_cache=False)
+    cache_manager = PerHeadCacheManager(pool, policy, pages_per_cluster, reuse=resolved.cache.prefix_cache)
     cache = PerHeadCache.empty(
-        policy.clusters, head_dim, pages=num_pages, staging=staging, size=parts.block_size, slots=config.max_num_seqs,
-        most=pages_per_cluster, dtype=model.network.dtype, device=model.device,
-        rows=rows_of(parts.kv_cache_dtype, head_dim),
+        policy.clusters, head_dim, num_pages=num_pages, num_staging_pages=staging, block_size=resolved.block_size,
+        max_num_seqs=config.max_num_seqs, max_pages_per_cluster=pages_per_cluster, dtype=model.network.dtype,
+        device=model.device, kv_quant=kv_quant_format(resolved.kv_cache_dtype, head_dim),
     )  # fmt: skip
-    return parts.scheduler(cache_manager, tokens), per_head_runner(parts, cache, policy, tokens)
+    return resolved.scheduler(cache_manager, tokens), per_head_runner(resolved, cache, policy, tokens)
 
 
-def per_head_runner(parts: _Build, cache: PerHeadCache, policy: EvictionPolicy, max_num_batched_tokens: int) -> Runner:
-    if parts.runs_fused:
-        return per_head_gpu_runner(parts, cache, policy)
+def per_head_runner(
+    resolved: _ResolvedConfig, cache: PerHeadCache, policy: EvictionPolicy, max_num_batched_tokens: int
+) -> Runner:
+    if resolved.runs_fused:
+        return per_head_gpu_runner(resolved, cache, policy)
     return PerHeadRunner(
-        parts.model, cache, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=parts.config.max_num_seqs,
-        max_model_len=parts.max_model_len, compiled=parts.config.compiled, adapters=parts.adapters,
+        resolved.model, cache, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=resolved.config.max_num_seqs,
+        max_model_len=resolved.max_model_len, compiled=resolved.config.compiled, adapters=resolved.adapters,
     )  # fmt: skip
 
 
-def per_head_gpu_runner(parts: _Build, cache: PerHeadCache, policy: EvictionPolicy) -> Runner:
-    max_num_seqs, length = parts.config.max_num_seqs, parts.max_model_len
-    pages = partial(PerHeadGpuPages, parts.model, cache, policy, length)
-    return GpuRunner(parts.model, pages, max_num_seqs=max_num_seqs, max_model_len=length, adapters=parts.adapters)
+def per_head_gpu_runner(resolved: _ResolvedConfig, cache: PerHeadCache, policy: EvictionPolicy) -> Runner:
+    max_num_seqs, length = resolved.config.max_num_seqs, resolved.max_model_len
+    pages = partial(PerHeadGpuPages, resolved.model, cache, policy, length)
+    return GpuRunner(resolved.model, pages, max_num_seqs=max_num_seqs, max_model_len=length, adapters=resolved.adapters)
 
 
 def staging_pages(policy: EvictionPolicy, max_num_batched_tokens: int, chunk_size: int) -> int:

@@ -1,7 +1,7 @@
 """Run steps on a GPU without synchronizing: decode in CUDA graphs, prefill eagerly.
 
 A sampled token stays on the device, where the next step reads it, so that step can be launched before the host knows
-the token. Block tables are on the device as well; a step sends what changed.
+the token. Block tables are on the device as well; a step copies what changed.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ import torch
 from torch import Tensor
 
 from smelt.models.model import Model
-from smelt.runtime.decoder import decoder_of
+from smelt.runtime.decoder import build_decoder
 from smelt.serve.engine.adapters import Adapters, uses_adapters
-from smelt.serve.engine.gpu_pages import GpuPages, Send
+from smelt.serve.engine.block_table import ToDevice
+from smelt.serve.engine.gpu_pages import GpuPages
 from smelt.serve.engine.request import Request
-from smelt.serve.engine.runner import InflightBatch, end_tokens, last_tokens
+from smelt.serve.engine.runner import InflightBatch, find_eos_token_ids, logits_indices, sampled_requests
 from smelt.serve.engine.sampler import SamplerOutput, sample
 from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 
 if TYPE_CHECKING:
     from smelt.runtime.gpu import Attend
 
-SIZES = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 1025, 32))  # captured batch sizes
-PagesFor = Callable[[Send], GpuPages]
-UNKNOWN = -1  # stands for a token that only the device knows
+CAPTURE_SIZES = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 1025, 32))  # captured batch sizes
+PagesFactory = Callable[[ToDevice], GpuPages]
+PLACEHOLDER_TOKEN_ID = -1  # of a token that only the device has: its request's last one
 
 
 @dataclass
@@ -36,7 +37,7 @@ class _Graph:
     """The decode step of one batch size, with the buffers it reads and writes."""
 
     graph: Any
-    inputs: Tensor  # [3, size], int64: slots, lengths, tokens known to the host
+    inputs: Tensor  # [3, size], int64: slots, seq_lens, token ids
     tokens: Tensor  # [size]
     logits: Tensor  # [size, vocabulary]
 
@@ -45,20 +46,20 @@ class _Graph:
 class GpuInflightBatch(InflightBatch):
     """Copies its tokens to the host asynchronously, while later steps run."""
 
-    host: Tensor
-    done: Any
+    host_tokens: Tensor
+    copied: Any  # CUDA event
 
     @classmethod
-    def of(cls, step: ScheduledBatch, giving: list[Request], drawn: SamplerOutput) -> GpuInflightBatch:
-        host = torch.empty(len(giving), dtype=torch.int64, pin_memory=True)
-        host.copy_(drawn.tokens, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        return cls(step, giving, drawn, host, done)
+    def start_copy(cls, batch: ScheduledBatch, requests: list[Request], output: SamplerOutput) -> GpuInflightBatch:
+        host_tokens = torch.empty(len(requests), dtype=torch.int64, pin_memory=True)
+        host_tokens.copy_(output.tokens, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        return cls(batch, requests, output, host_tokens, copied)
 
     def tokens(self) -> list[int]:
-        self.done.synchronize()
-        return list(self.host.tolist())
+        self.copied.synchronize()
+        return list(self.host_tokens.tolist())
 
 
 class GpuRunner:
@@ -68,145 +69,151 @@ class GpuRunner:
     max_inflight_steps = 1
 
     def __init__(
-        self, model: Model, pages: PagesFor, *, max_num_seqs: int, max_model_len: int, graphs: bool = True,
-        adapters: Adapters | None = None,
+        self, model: Model, make_pages: PagesFactory, *, max_num_seqs: int, max_model_len: int,
+        cuda_graphs: bool = True, adapters: Adapters | None = None,
     ) -> None:  # fmt: skip
         from smelt.runtime.gpu import FusedNetwork
 
         self.device, self.max_num_seqs, self.adapters = model.device, max_num_seqs, adapters
-        self.eos_token_ids = end_tokens(model)
-        self.pages = pages(self._sent)
-        self.network = FusedNetwork(decoder_of(model, max_model_len), SIZES[-1])
-        self.graphs = graphs and model.device.type == "cuda"
-        self._last = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)
+        self.eos_token_ids = find_eos_token_ids(model)
+        self.pages = make_pages(self._to_device)
+        self.network = FusedNetwork(build_decoder(model, max_model_len), CAPTURE_SIZES[-1])
+        self.cuda_graphs = cuda_graphs and model.device.type == "cuda"
+        self._last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)
         self._captured: dict[int, _Graph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if self.graphs else None  # shared: graphs never run concurrently
+        self._pool = (
+            torch.cuda.graph_pool_handle() if self.cuda_graphs else None
+        )  # shared: graphs never run concurrently
 
     @property
     def backend(self) -> str:
-        return f"{self.name}{self.pages.name}{' with CUDA graphs' if self.graphs else ''}"
+        return f"{self.name}{self.pages.name}{' with CUDA graphs' if self.cuda_graphs else ''}"
 
     @torch.inference_mode()
     def warmup(self) -> None:
         """Capture every batch size, the largest first: the others reuse its memory."""
-        if self.graphs:
-            max_size = next(size for size in SIZES if size >= min(self.max_num_seqs, SIZES[-1]))
-            for size in reversed([size for size in SIZES if size <= max_size]):
-                self._graph(size)
+        if self.cuda_graphs:
+            max_size = next(size for size in CAPTURE_SIZES if size >= min(self.max_num_seqs, CAPTURE_SIZES[-1]))
+            for size in reversed([size for size in CAPTURE_SIZES if size <= max_size]):
+                self._captured_graph(size)
 
     @torch.inference_mode()
-    def launch(self, step: ScheduledBatch) -> InflightBatch:
-        step.pieces.sort(key=lambda chunk: not self.pages.single(chunk))
-        self.pages.before(step)
-        requests = [chunk.request for chunk in step.pieces if chunk.samples_token]
-        adapted = self.adapters is not None and uses_adapters(step.pieces)
-        if len(requests) == len(step.pieces) == step.tokens <= SIZES[-1] and not adapted:
-            output: SamplerOutput | None = self._decode(step.pieces)
+    def launch(self, batch: ScheduledBatch) -> InflightBatch:
+        batch.chunks.sort(key=lambda chunk: not self.pages.is_decode(chunk))
+        self.pages.prepare(batch)
+        requests = sampled_requests(batch.chunks)
+        with_adapters = self.adapters is not None and uses_adapters(batch.chunks)
+        if len(requests) == len(batch.chunks) == batch.tokens <= CAPTURE_SIZES[-1] and not with_adapters:
+            output: SamplerOutput | None = self._run_decode(batch.chunks)
         else:
-            output = self._mixed(step.pieces, requests, adapted)
-        self.pages.after(step)
+            output = self._run_mixed(batch.chunks, requests, with_adapters)
+        self.pages.finish(batch)
         if output is None or self.device.type != "cuda":
-            return InflightBatch(step, requests, output)
-        return GpuInflightBatch.of(step, requests, output)
+            return InflightBatch(batch, requests, output)
+        return GpuInflightBatch.start_copy(batch, requests, output)
 
-    def _decode(self, pieces: list[ScheduledChunk]) -> SamplerOutput:
+    def _run_decode(self, chunks: list[ScheduledChunk]) -> SamplerOutput:
         """Decode one token per request, padded to a captured batch size."""
-        count = len(pieces)
-        inputs = np.empty((3, next(size for size in SIZES if size >= count)), dtype=np.int64)
+        count = len(chunks)
+        inputs = np.empty((3, next(size for size in CAPTURE_SIZES if size >= count)), dtype=np.int64)
         inputs[:, count:] = [[self.max_num_seqs], [0], [0]]
-        inputs[:, :count] = np.array([_row(chunk.request, chunk.start) for chunk in pieces]).T
-        on_device = self._sent(inputs)
-        tokens, logits = self._replayed(on_device) if self.graphs else self._decoding(on_device)
-        requests = [chunk.request for chunk in pieces]
+        inputs[:, :count] = np.array([_decode_inputs(chunk.request, chunk.start) for chunk in chunks]).T
+        on_device = self._to_device(inputs)
+        tokens, logits = self._replay(on_device) if self.cuda_graphs else self._forward_decode(on_device)
+        requests = [chunk.request for chunk in chunks]
         if all(request.sampling.plain for request in requests):
             return SamplerOutput(tokens[:count].clone())
         output = sample(logits[:count], requests, self.eos_token_ids)
-        self._last[on_device[0, :count]] = output.tokens
+        self._last_tokens[on_device[0, :count]] = output.tokens
         return output
 
-    def _replayed(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        captured = self._graph(inputs.shape[1])
+    def _replay(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        captured = self._captured_graph(inputs.shape[1])
         captured.inputs.copy_(inputs)
         captured.graph.replay()
         return captured.tokens, captured.logits
 
-    def _graph(self, size: int) -> _Graph:
+    def _captured_graph(self, size: int) -> _Graph:
         if size not in self._captured:
             inputs = torch.zeros(3, size, dtype=torch.int64, device=self.device)
             inputs[0] = self.max_num_seqs
             for _ in range(2):  # compile and autotune before the capture
-                self._decoding(inputs)
+                self._forward_decode(inputs)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
-                tokens, logits = self._decoding(inputs)
+                tokens, logits = self._forward_decode(inputs)
             self._captured[size] = _Graph(graph, inputs, tokens, logits)
         return self._captured[size]
 
-    def _decoding(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def _forward_decode(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Run a decode step on the device; return tokens [size] and logits [size, vocabulary]."""
         from smelt.kernels.gpu.fused_ops import argmax_tokens, embed
 
-        slots, lengths, known = inputs
-        attend = self.pages.decoding(slots, lengths, self.network)
-        hidden = self.network.hidden(embed(known, slots, self._last, self.network.decoder.table), attend)
+        slots, seq_lens, token_ids = inputs
+        attend = self.pages.decode_attention(slots, seq_lens, self.network)
+        hidden = self.network.hidden(embed(token_ids, slots, self._last_tokens, self.network.decoder.embedding), attend)
         logits = self.network.logits(hidden)
-        return argmax_tokens(logits, slots, self._last), logits
+        return argmax_tokens(logits, slots, self._last_tokens), logits
 
-    def _mixed(self, pieces: list[ScheduledChunk], giving: list[Request], adapted: bool) -> SamplerOutput | None:
+    def _run_mixed(
+        self, chunks: list[ScheduledChunk], requests: list[Request], with_adapters: bool
+    ) -> SamplerOutput | None:
         """Run a step with prompt chunks, behind decode tokens if any; steps with adapters run eagerly."""
-        known, slots, positions = self._sent(_tokens_of(pieces))
-        rows = self._sent(np.array(last_tokens(pieces), dtype=np.int64))
-        if adapted:
+        token_ids, slots, positions = self._to_device(_build_token_inputs(chunks))
+        rows = self._to_device(np.array(logits_indices(chunks), dtype=np.int64))
+        if with_adapters:
             assert self.adapters is not None
-            ids = torch.where(known >= 0, known, self._last[slots])
-            with self.adapters.applied(pieces, self.device):
-                logits = self.pages.mixed(pieces, slots, positions, self.network).logits(ids, rows)
+            ids = torch.where(token_ids >= 0, token_ids, self._last_tokens[slots])
+            with self.adapters.applied(chunks, self.device):
+                attention = self.pages.varlen_attention(chunks, slots, positions, self.network)
+                logits = attention.eager_logits(ids, rows)
         else:
-            logits = self._fused(known, slots, self._attend(pieces, slots, positions), rows)
-        if not giving:
+            logits = self._forward(token_ids, slots, self._mixed_attention(chunks, slots, positions), rows)
+        if not requests:
             return None
-        output = sample(logits, giving, self.eos_token_ids)
-        self._last[slots[rows]] = output.tokens
+        output = sample(logits, requests, self.eos_token_ids)
+        self._last_tokens[slots[rows]] = output.tokens
         return output
 
-    def _attend(self, pieces: list[ScheduledChunk], slots: Tensor, positions: Tensor) -> Attend:
+    def _mixed_attention(self, chunks: list[ScheduledChunk], slots: Tensor, positions: Tensor) -> Attend:
         """Return attention that uses the decode kernel for single tokens: it reads keys once per head group."""
-        count = min(sum(self.pages.single(chunk) for chunk in pieces), SIZES[-1])
+        count = min(sum(self.pages.is_decode(chunk) for chunk in chunks), CAPTURE_SIZES[-1])
         if not count:
-            return self.pages.mixed(pieces, slots, positions, self.network).attend
-        decode = self.pages.decoding(slots[:count], positions[:count] + 1, self.network)
-        if count == len(pieces):
+            return self.pages.varlen_attention(chunks, slots, positions, self.network).attend
+        decode = self.pages.decode_attention(slots[:count], positions[:count] + 1, self.network)
+        if count == len(chunks):
             return decode
-        prefill = self.pages.mixed(pieces[count:], slots[count:], positions[count:], self.network).attend
-        return lambda mixed, part: torch.cat((decode(mixed[:count], part), prefill(mixed[count:], part)))
+        prefill = self.pages.varlen_attention(chunks[count:], slots[count:], positions[count:], self.network).attend
+        return lambda qkv, part: torch.cat((decode(qkv[:count], part), prefill(qkv[count:], part)))
 
-    def _fused(self, known: Tensor, slots: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
-        """Return the logits of the `wanted` rows."""
+    def _forward(self, token_ids: Tensor, slots: Tensor, attend: Attend, rows: Tensor) -> Tensor:
+        """Run the fused network; return the logits of `rows`."""
         from smelt.kernels.gpu.fused_ops import embed
 
-        hidden = self.network.hidden(embed(known, slots, self._last, self.network.decoder.table), attend)
-        return self.network.logits(hidden[wanted]) if len(wanted) else hidden
+        hidden = self.network.hidden(embed(token_ids, slots, self._last_tokens, self.network.decoder.embedding), attend)
+        return self.network.logits(hidden[rows]) if len(rows) else hidden
 
-    def _sent(self, values: np.ndarray[Any, Any]) -> Tensor:
+    def _to_device(self, values: np.ndarray[Any, Any]) -> Tensor:
         """Copy an array to the device asynchronously."""
         tensor = torch.from_numpy(np.ascontiguousarray(values))
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor.clone()
 
 
-def _row(request: Request, at: int) -> tuple[int, int, int]:
-    """Return a request's slot, its length including position `at`, and the token there if known."""
-    return request.slot, at + 1, request.tokens[at] if at < len(request.tokens) else UNKNOWN
+def _decode_inputs(request: Request, position: int) -> tuple[int, int, int]:
+    """Return a request's slot, its length including `position`, and the token there, if the host has it."""
+    token = request.tokens[position] if position < len(request.tokens) else PLACEHOLDER_TOKEN_ID
+    return request.slot, position + 1, token
 
 
-def _tokens_of(pieces: list[ScheduledChunk]) -> np.ndarray[Any, Any]:
-    """Return token ids (where known), slots and positions of a step, [3, tokens]."""
-    tokens = np.empty((3, sum(chunk.count for chunk in pieces)), dtype=np.int64)
+def _build_token_inputs(chunks: list[ScheduledChunk]) -> np.ndarray[Any, Any]:
+    """Return token ids (placeholders where only the device has them), slots and positions of a step, [3, tokens]."""
+    tokens = np.empty((3, sum(chunk.count for chunk in chunks)), dtype=np.int64)
     offset = 0
-    for chunk in pieces:
-        known = chunk.request.tokens[chunk.start : chunk.start + chunk.count]
+    for chunk in chunks:
+        token_ids = chunk.request.tokens[chunk.start : chunk.start + chunk.count]
         span = tokens[:, offset : offset + chunk.count]
-        span[0] = [*known, *[UNKNOWN] * (chunk.count - len(known))]
+        span[0] = [*token_ids, *[PLACEHOLDER_TOKEN_ID] * (chunk.count - len(token_ids))]
         span[1], span[2] = chunk.request.slot, np.arange(chunk.start, chunk.start + chunk.count)
         offset += chunk.count
     return tokens

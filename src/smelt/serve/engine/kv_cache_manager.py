@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from smelt.serve.engine.blocks import BlockPool, chained, root_digest
+from smelt.serve.engine.blocks import BlockPool, extend_digests, root_digest
 from smelt.serve.engine.request import Request, RequestStatus
 
 
@@ -51,7 +51,7 @@ class KVCacheManager(ABC):
         """Release blocks kept only for future requests; a paged cache has none, its cached blocks are free."""
         return
 
-    def max_tokens_of(self, request: Request) -> int:
+    def max_tokens_for(self, request: Request) -> int:
         """Return the tokens that a request could have if it had the pool to itself."""
         low, high = 0, request.limit
         while low < high:
@@ -101,7 +101,7 @@ class PagedCacheManager(KVCacheManager):
                 self.pool.register(request.blocks[index], digests[index])
             request.registered = full
 
-    def max_tokens_of(self, request: Request) -> int:
+    def max_tokens_for(self, request: Request) -> int:
         return min(request.limit, self.pool.blocks * self.pool.size)
 
     def release(self, request: Request, reason: str) -> None:
@@ -118,4 +118,6 @@ class PagedCacheManager(KVCacheManager):
         return blocks
 
     def _chain(self, request: Request) -> list[bytes]:
-        return chained(request.tokens, self.pool.size, request.digests, root_digest(request.salt, request.adapter))
+        return extend_digests(
+            request.tokens, self.pool.size, request.digests, root_digest(request.salt, request.adapter)
+        )

@@ -17,7 +17,7 @@ from smelt.errors import RequestError
 from smelt.serve.engine.kv_cache_manager import KVCacheManager
 from smelt.serve.engine.request import Request, RequestStatus
 
-ANSWERED = 8  # blocks are reserved for an output of 1/8 of the prompt
+OUTPUT_RESERVATION = 8  # blocks are reserved for an output of one 8th of the prompt
 
 
 @dataclass(slots=True)  # not frozen: one is created per token
@@ -34,13 +34,13 @@ class ScheduledChunk:
 class ScheduledBatch:
     """The chunks that one step computes."""
 
-    pieces: list[ScheduledChunk] = field(default_factory=list)
+    chunks: list[ScheduledChunk] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks to copy before the step: from, to
 
     @property
     def tokens(self) -> int:
-        return sum(chunk.count for chunk in self.pieces)
+        return sum(chunk.count for chunk in self.chunks)
 
 
 class Scheduler:
@@ -56,16 +56,13 @@ class Scheduler:
         max_queued: int = 4096,
         watermark: float = 0.01,
     ) -> None:
-        self.cache_manager, self.max_num_batched_tokens, self.max_num_seqs = (
-            cache_manager,
-            max_num_batched_tokens,
-            max_num_seqs,
-        )
+        self.cache_manager = cache_manager
+        self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.prefill_chunk_size = prefill_chunk_size or max_num_batched_tokens
         self.max_queued = max_queued
-        self.spare = int(
+        self.watermark_blocks = int(
             watermark * cache_manager.pool.blocks
-        )  # blocks kept free when a request is admitted while others run
+        )  # free when a request is admitted while others run
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._slots = deque(range(max_num_seqs))
@@ -74,7 +71,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         if len(self.waiting) >= self.max_queued:
             raise RequestError(f"{self.max_queued:,} requests are waiting already; try again later.")
-        max_tokens = self.cache_manager.max_tokens_of(request)
+        max_tokens = self.cache_manager.max_tokens_for(request)
         if len(request.prompt) + 1 > max_tokens:
             raise RequestError(
                 f"a prompt of {len(request.prompt):,} tokens is longer than the cache's {max_tokens - 1:,}."
@@ -82,7 +79,7 @@ class Scheduler:
         request.limit = max_tokens
         request.arrival = self._arrivals
         self._arrivals += 1
-        self._wait(request)
+        self._enqueue(request)
 
     def finish(self, request: Request, reason: str) -> None:
         """Finish or abort a request. Its blocks are free at once: any step that could overwrite them is launched after
@@ -97,15 +94,15 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch:
         """Schedule the next step; its tokens count as computed from now on."""
-        step = ScheduledBatch()
-        budget = self._schedule_running(step)
-        if not step.preempted:
-            self._admit(step, budget)
-        for chunk in step.pieces:
+        batch = ScheduledBatch()
+        budget = self._schedule_running(batch)
+        if not batch.preempted:
+            self._admit(batch, budget)
+        for chunk in batch.chunks:
             chunk.request.num_computed_tokens += chunk.count
             chunk.request.num_inflight += chunk.samples_token
-        step.copies, self.cache_manager.copies = self.cache_manager.copies, []
-        return step
+        batch.copies, self.cache_manager.copies = self.cache_manager.copies, []
+        return batch
 
     def on_token(self, request: Request, token: int) -> None:
         """Append a sampled token."""
@@ -117,7 +114,7 @@ class Scheduler:
         """Handle a finished step that sampled no token."""
         self.cache_manager.commit(request)
 
-    def _schedule_running(self, step: ScheduledBatch) -> int:
+    def _schedule_running(self, batch: ScheduledBatch) -> int:
         budget, index = self.max_num_batched_tokens, 0
         while index < len(self.running) and budget:
             request = self.running[index]
@@ -125,14 +122,14 @@ class Scheduler:
             count = self.cache_manager.schedulable_tokens(request, budget, self.prefill_chunk_size)
             finishing = expected >= request.limit and request.num_inflight > 0  # the token in flight is its last
             if count and not finishing:
-                if not self._make_room(request, count, step):
+                if not self._allocate_or_preempt(request, count, batch):
                     break
-                step.pieces.append(ScheduledChunk(request, computed, count, computed + count == expected))
+                batch.chunks.append(ScheduledChunk(request, computed, count, computed + count == expected))
                 budget -= count
             index += 1
         return budget
 
-    def _make_room(self, request: Request, count: int, step: ScheduledBatch) -> bool:
+    def _allocate_or_preempt(self, request: Request, count: int, batch: ScheduledBatch) -> bool:
         """Allocate blocks for `count` more tokens, preempting the last requests if needed; False if `request` was
         preempted itself."""
         missing = self.cache_manager.blocks_needed(request, request.num_computed_tokens + count) - len(request.blocks)
@@ -140,20 +137,20 @@ class Scheduler:
             return True
         while not self.cache_manager.can_allocate(missing):
             victim = self.running[-1]  # not scheduled in this step yet: requests are in order
-            self._preempt(victim, step)
+            self._preempt(victim, batch)
             if victim is request:
                 return False
         self.cache_manager.allocate(request, request.num_computed_tokens + count)
         return True
 
-    def _preempt(self, request: Request, step: ScheduledBatch) -> None:
+    def _preempt(self, request: Request, batch: ScheduledBatch) -> None:
         self._remove(request, "")
         request.num_computed_tokens = 0
         request.preemptions += 1
-        step.preempted.append(request)
-        self._wait(request)
+        batch.preempted.append(request)
+        self._enqueue(request)
 
-    def _admit(self, step: ScheduledBatch, budget: int) -> None:
+    def _admit(self, batch: ScheduledBatch, budget: int) -> None:
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
             if request.num_inflight or not self._ready(request):  # its last token is still in flight
@@ -172,7 +169,7 @@ class Scheduler:
             self.cache_manager.allocate(request, request.num_computed_tokens + count)
             request.slot, request.state = self._slots.popleft(), RequestStatus.RUNNING
             insort(self.running, request, key=lambda running: running.order)
-            step.pieces.append(
+            batch.chunks.append(
                 ScheduledChunk(
                     request,
                     request.num_computed_tokens,
@@ -200,7 +197,7 @@ class Scheduler:
             outstanding
             + needed(request, _expected_length(request))
             - needed(request, request.num_expected_tokens)
-            + self.spare
+            + self.watermark_blocks
         )
 
     def _remove(self, request: Request, reason: str) -> None:
@@ -209,11 +206,13 @@ class Scheduler:
         self._slots.append(request.slot)
         request.slot = -1
 
-    def _wait(self, request: Request) -> None:
+    def _enqueue(self, request: Request) -> None:
         request.state = RequestStatus.WAITING
         insort(self.waiting, request, key=lambda waiting: waiting.order)
 
 
 def _expected_length(request: Request) -> int:
     """Return the tokens that blocks are reserved for: the prompt and a share of its length as output."""
-    return max(request.num_expected_tokens, min(request.limit, len(request.prompt) + len(request.prompt) // ANSWERED))
+    return max(
+        request.num_expected_tokens, min(request.limit, len(request.prompt) + len(request.prompt) // OUTPUT_RESERVATION)
+    )

@@ -1,7 +1,7 @@
 """Reusable prefixes of compressed KV caches: what the next turn of a conversation begins with.
 
-A text is known by a digest of its tokens, under its salt and adapter. Its blocks stay allocated until memory is needed
-for something else; the least recently used go first.
+A text is identified by a digest of its tokens, under its salt and adapter. Its blocks stay allocated until memory is
+needed for something else; the least recently used go first.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ class SessionCache(Generic[SessionT]):
     """Sessions by digest, least recently used first."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[bytes, SessionT] = OrderedDict()
+        self._sessions: OrderedDict[bytes, SessionT] = OrderedDict()
         self._lengths: Counter[int] = Counter()
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._sessions)
 
     def find(self, root: bytes, tokens: Sequence[int]) -> SessionT | None:
-        """Return the longest known prefix that leaves at least one token to compute."""
+        """Return the session of the longest prefix that leaves at least one token to compute."""
         lengths = sorted(length for length in self._lengths if length < len(tokens))
         best = None
         for digest in _digests(root, tokens, lengths):
-            if digest in self._known:
+            if digest in self._sessions:
                 best = digest
         if best is None:
             return None
-        self._known.move_to_end(best)
-        return self._known[best]
+        self._sessions.move_to_end(best)
+        return self._sessions[best]
 
     def add(self, root: bytes, tokens: Sequence[int], session: SessionT) -> bool:
-        """Return False if the same text is known already."""
+        """Add the session of a text; return False if there is one already."""
         digest = _digests(root, tokens, [session.tokens])[0]
-        if digest in self._known:
-            self._known.move_to_end(digest)
+        if digest in self._sessions:
+            self._sessions.move_to_end(digest)
             return False
-        self._known[digest] = session
+        self._sessions[digest] = session
         self._lengths[session.tokens] += 1
         return True
 
     def drop(self) -> SessionT:
         """Remove and return the least recently used session."""
-        _, session = self._known.popitem(last=False)
+        _, session = self._sessions.popitem(last=False)
         self._lengths[session.tokens] -= 1
         if not self._lengths[session.tokens]:
             del self._lengths[session.tokens]

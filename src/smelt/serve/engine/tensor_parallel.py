@@ -21,14 +21,14 @@ from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters
-from smelt.serve.engine.attention import NAME, PagedCache, paged
-from smelt.serve.engine.runner import InflightBatch, ModelRunner, module_logits
+from smelt.serve.engine.attention import ATTN_IMPLEMENTATION, PagedCache, paged_attention_fn
+from smelt.serve.engine.runner import InflightBatch, ModelRunner, eager_logits
 from smelt.serve.engine.scheduler import ScheduledBatch
-from smelt.serve.engine.shard import shard, shares
+from smelt.serve.engine.shard import partition_units, shard
 from smelt.subprocesses import python_command, python_environment
 
-PATIENCE = 300  # seconds a rank waits for the others
-TENSORS = 8  # broadcast per step
+TIMEOUT = 300  # seconds that a rank waits for the others
+MAX_TENSORS = 8  # broadcast per step
 
 
 @dataclass(frozen=True)
@@ -43,80 +43,81 @@ class RunnerSizes:
 
 
 class TensorParallelRunner(ModelRunner):
-    """The runner of rank 0; the other ranks follow its steps."""
+    """The runner of rank 0; the worker ranks run_worker its steps."""
 
-    def __init__(self, model: Model, sizes: RunnerSizes, ranks: int, kind: str, adapters: Adapters) -> None:
-        shares(model, ranks)  # refuse what cannot be split before a process is started
-        self._others = _start_others(model.source, sizes, ranks, kind, adapters)
-        join(0, ranks, kind)
+    def __init__(self, model: Model, sizes: RunnerSizes, ranks: int, device_type: str, adapters: Adapters) -> None:
+        partition_units(model, ranks)  # refuse what cannot be split before a process is started
+        self._workers = _start_workers(model.source, sizes, ranks, device_type, adapters)
+        init_distributed(0, ranks, device_type)
         shard(model, 0, ranks, adapters)
-        model.network.to(_device(kind, 0))
-        adapters.to(_device(kind, 0))
+        model.network.to(_device(device_type, 0))
+        adapters.to(_device(device_type, 0))
         super().__init__(model, **vars(sizes), compiled=False)
         self.ranks, self._shared_adapters = ranks, adapters
-        self._numbers = torch.zeros(0, dtype=torch.int64)  # adapter number of each token of a step
+        self._adapter_indices = torch.zeros(0, dtype=torch.int64)  # adapter number of each token of a step
 
     @property
     def backend(self) -> str:
         return f"eager, tensor parallel over {self.ranks} devices"
 
-    def launch(self, step: ScheduledBatch) -> InflightBatch:
-        self._numbers = self._shared_adapters.numbers(step.pieces).to(self.device)
-        return super().launch(step)
+    def launch(self, batch: ScheduledBatch) -> InflightBatch:
+        self._adapter_indices = self._shared_adapters.token_indices(batch.chunks).to(self.device)
+        return super().launch(batch)
 
-    def _logits(self, ids: Tensor, positions: Tensor, rows: Tensor, pages: AttentionMetadata) -> Tensor:
-        ended = next((other for other in self._others if other.poll() is not None), None)
+    def _logits(self, ids: Tensor, positions: Tensor, rows: Tensor, metadata: AttentionMetadata) -> Tensor:
+        ended = next((worker for worker in self._workers if worker.poll() is not None), None)
         if ended is not None:
             raise RuntimeError(f"a tensor-parallel worker exited with {ended.returncode}")
-        metadata = [pages.cu_seqlens_q, pages.seq_lens, pages.block_tables.flatten(), pages.slot_mapping]
-        _tell([ids, positions, rows, *metadata, self._numbers], self.device)
-        with self._shared_adapters.applied_by(self._numbers):
-            return super()._logits(ids, positions, rows, pages)
+        tensors = [metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables.flatten(), metadata.slot_mapping]
+        _broadcast([ids, positions, rows, *tensors, self._adapter_indices], self.device)
+        with self._shared_adapters.applied_by_index(self._adapter_indices):
+            return super()._logits(ids, positions, rows, metadata)
 
     def close(self) -> None:
-        """Stop the other ranks."""
-        _tell([], self.device)
-        for other in self._others:
-            other.wait(PATIENCE)
+        """Stop the worker ranks."""
+        _broadcast([], self.device)
+        for worker in self._workers:
+            worker.wait(TIMEOUT)
         distributed.destroy_process_group()
 
 
-def _start_others(
-    source: str, sizes: RunnerSizes, ranks: int, kind: str, adapters: Adapters
+def _start_workers(
+    source: str, sizes: RunnerSizes, ranks: int, device_type: str, adapters: Adapters
 ) -> list[subprocess.Popen[bytes]]:
-    """Start processes for ranks 1 and up, with a rendezvous at a free local port."""
+    """Start a process per rank from 1 on, with a rendezvous at a free local port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    arguments = [source, json.dumps(adapters.folders), kind, str(ranks), *map(str, vars(sizes).values())]
+    arguments = [source, json.dumps(adapters.folders), device_type, str(ranks), *map(str, vars(sizes).values())]
     command = python_command("-m", "smelt.serve.engine.tensor_parallel")
     environment = python_environment()
     return [subprocess.Popen([*command, str(rank), *arguments], env=environment) for rank in range(1, ranks)]
 
 
-def _device(kind: str, rank: int) -> torch.device:
-    return torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+def _device(device_type: str, rank: int) -> torch.device:
+    return torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
 
 
-def join(rank: int, ranks: int, kind: str) -> None:
-    if kind == "cuda":
+def init_distributed(rank: int, ranks: int, device_type: str) -> None:
+    if device_type == "cuda":
         torch.cuda.set_device(rank)
-    backend = "nccl" if kind == "cuda" else "gloo"
-    distributed.init_process_group(backend, rank=rank, world_size=ranks, timeout=timedelta(seconds=PATIENCE))
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    distributed.init_process_group(backend, rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT))
 
 
-def _tell(tensors: Sequence[Tensor], device: torch.device) -> None:
-    """Broadcast the lengths of the tensors, then their concatenation; no tensors mean the end."""
-    lengths = torch.zeros(TENSORS, dtype=torch.int64)
+def _broadcast(tensors: Sequence[Tensor], device: torch.device) -> None:
+    """Broadcast the lengths of the tensors, then their concatenation; no tensors tell the workers to stop."""
+    lengths = torch.zeros(MAX_TENSORS, dtype=torch.int64)
     lengths[: len(tensors)] = torch.tensor([tensor.numel() for tensor in tensors], dtype=torch.int64)
     distributed.broadcast(lengths.to(device), 0)
     if tensors:
         distributed.broadcast(torch.cat([tensor.to(torch.int64) for tensor in tensors]).to(device), 0)
 
 
-def _told(device: torch.device) -> list[Tensor] | None:
-    lengths = torch.zeros(TENSORS, dtype=torch.int64, device=device)
+def _receive(device: torch.device) -> list[Tensor] | None:
+    """Receive the tensors of a step; None: stop."""
+    lengths = torch.zeros(MAX_TENSORS, dtype=torch.int64, device=device)
     distributed.broadcast(lengths, 0)
     sizes = lengths.tolist()
     if not any(sizes):
@@ -127,28 +128,31 @@ def _told(device: torch.device) -> list[Tensor] | None:
 
 
 @torch.inference_mode()
-def follow(source: str, folders: dict[str, str], sizes: RunnerSizes, rank: int, ranks: int, kind: str) -> None:
-    """Run another rank: compute its shard of every step until rank 0 stops."""
-    join(rank, ranks, kind)
-    device = _device(kind, rank)
+def run_worker(
+    source: str, folders: dict[str, str], sizes: RunnerSizes, rank: int, ranks: int, device_type: str
+) -> None:
+    """Run a worker rank: compute its shard of every step until rank 0 stops."""
+    init_distributed(rank, ranks, device_type)
+    device = _device(device_type, rank)
     model = load(source)
     adapters = Adapters(model, folders)
     shard(model, rank, ranks, adapters)
     model.network.to(device)
     adapters.to(device)
     cache = PagedCache.empty(model.anatomy, sizes.num_blocks, sizes.block_size, model.network.dtype, device)
-    model.network.set_attn_implementation(NAME)
-    while (tensors := _told(device)) is not None:
-        ids, positions, rows, starts, lengths, tables, slot_mapping, numbers = tensors
-        counts = (starts[1:] - starts[:-1]).tolist()
+    model.network.set_attn_implementation(ATTN_IMPLEMENTATION)
+    while (tensors := _receive(device)) is not None:
+        ids, positions, rows, cu_seqlens_q, seq_lens, block_tables, slot_mapping, adapter_indices = tensors
         metadata = AttentionMetadata(
-            starts.int(), lengths.int(), tables.int().view(len(lengths), -1), slot_mapping, int(lengths.max()), counts
-        )
-        with adapters.applied_by(numbers):
-            module_logits(model.network, paged(cache, metadata), ids, positions, rows)
+            cu_seqlens_q=cu_seqlens_q.int(), seq_lens=seq_lens.int(),
+            block_tables=block_tables.int().view(len(seq_lens), -1), slot_mapping=slot_mapping,
+            max_seq_len=int(seq_lens.max()), query_lens=(cu_seqlens_q[1:] - cu_seqlens_q[:-1]).tolist(),
+        )  # fmt: skip
+        with adapters.applied_by_index(adapter_indices):
+            eager_logits(model.network, paged_attention_fn(cache, metadata), ids, positions, rows)
     distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    number, name, adapted, where, count, *values = sys.argv[1:]
-    follow(name, json.loads(adapted), RunnerSizes(*map(int, values)), int(number), int(count), where)
+    rank_, source_, folders_, device_type_, ranks_, *sizes_ = sys.argv[1:]
+    run_worker(source_, json.loads(folders_), RunnerSizes(*map(int, sizes_)), int(rank_), int(ranks_), device_type_)

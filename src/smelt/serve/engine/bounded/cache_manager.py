@@ -24,7 +24,7 @@ from smelt.serve.engine.session_cache import SessionCache
 class BoundedCacheState(CacheState):
     """Novelty of the cached tokens, and `next_novelty` [1] of the next token: infinite before the first."""
 
-    ledger: NoveltyTracker
+    novelty: NoveltyTracker
     next_novelty: Tensor
     source: list[int] = field(default_factory=list)  # blocks of a finished request, to copy before anything is read
 
@@ -34,15 +34,15 @@ class BoundedCacheState(CacheState):
 
     def trimmed(self) -> BoundedCacheState:
         """Return a copy no larger than what is cached."""
-        return BoundedCacheState(self.ledger.copy(self.ledger.length), self.next_novelty)
+        return BoundedCacheState(self.novelty.copy(self.novelty.length), self.next_novelty)
 
     def resumed(self, cap: int, source: list[int]) -> BoundedCacheState:
         """Return a copy for a request that continues this text, with space for `cap` tokens."""
-        return BoundedCacheState(self.ledger.copy(cap), self.next_novelty, list(source))
+        return BoundedCacheState(self.novelty.copy(cap), self.next_novelty, list(source))
 
     def append(self, first: int, following_novelty: Tensor) -> None:
         """Record tokens from text position `first` on; `following_novelty` [tokens] is that of each one's successor."""
-        self.ledger.add(first, torch.cat((self.next_novelty, following_novelty[:-1])))
+        self.novelty.add(first, torch.cat((self.next_novelty, following_novelty[:-1])))
         self.next_novelty = following_novelty[-1:]
 
 

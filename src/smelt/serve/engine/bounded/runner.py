@@ -21,11 +21,11 @@ from smelt.kvcache.streaming.infinipot import InfiniPotCompressor
 from smelt.kvcache.streaming.novelty import token_novelty
 from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters, uses_adapters
-from smelt.serve.engine.attention import Attend, attending, paged
+from smelt.serve.engine.attention import AttentionFn, paged_attention_fn, use_attention
 from smelt.serve.engine.bounded.cache_manager import bounded_state
 from smelt.serve.engine.bounded.pages import BoundedCachePages
 from smelt.serve.engine.request import Request
-from smelt.serve.engine.runner import InflightBatch, ModelRunner, last_tokens
+from smelt.serve.engine.runner import InflightBatch, ModelRunner, logits_indices, sampled_requests
 from smelt.serve.engine.sampler import sample
 from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 
@@ -34,9 +34,9 @@ class BoundedRunner(ModelRunner):
     """Implement `Runner` where positions are slots of a bounded cache."""
 
     def __init__(
-        self, model: Model, distiller: InfiniPotCompressor, pots: BoundedCacheSize, *, num_blocks: int, block_size: int,
-        max_num_batched_tokens: int, max_num_seqs: int, compiled: bool = True, adapters: Adapters | None = None,
-        kind: str | None = None,
+        self, model: Model, compressor: InfiniPotCompressor, cache_size: BoundedCacheSize, *, num_blocks: int,
+        block_size: int, max_num_batched_tokens: int, max_num_seqs: int, compiled: bool = True,
+        adapters: Adapters | None = None, kv_cache_dtype: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             model,
@@ -44,115 +44,121 @@ class BoundedRunner(ModelRunner):
             block_size=block_size,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
-            max_model_len=pots.capacity,
+            max_model_len=cache_size.capacity,
             compiled=compiled,
             adapters=adapters,
-            kind=kind,
+            kv_cache_dtype=kv_cache_dtype,
         )
-        self.pots, self.pages, self.distiller = pots, BoundedCachePages(self.cache, num_blocks, self.dtype), distiller
-        self.cooked = 0  # compressions so far
+        self.cache_size, self.compressor = cache_size, compressor
+        self.pages = BoundedCachePages(self.cache, num_blocks, self.dtype)
+        self.num_compressions = 0
 
     @property
     def backend(self) -> str:
-        return f"{super().backend}, KV cache of {self.pots.capacity} tokens"
+        return f"{super().backend}, KV cache of {self.cache_size.capacity} tokens"
 
     @torch.inference_mode()
-    def launch(self, step: ScheduledBatch) -> InflightBatch:
-        self.pages.copy(step.copies)
-        for chunk in step.pieces:
-            if self.pots.compresses_at(chunk.start):
-                self._cook_down(chunk.request)
-        count = self._fill(step.pieces)
-        pages = self._pages(step.pieces, count)
-        self.pages.number(pages.slot_mapping, self._numbers(step.pieces))
-        requests = [chunk.request for chunk in step.pieces if chunk.samples_token]
-        logits, known_novelty = self._read(step.pieces, pages, count)
+    def launch(self, batch: ScheduledBatch) -> InflightBatch:
+        self.pages.copy(batch.copies)
+        for chunk in batch.chunks:
+            if self.cache_size.compresses_at(chunk.start):
+                self._compress(chunk.request)
+        count = self._fill_inputs(batch.chunks)
+        metadata = self._build_metadata(batch.chunks, count)
+        self.pages.record(metadata.slot_mapping, self._token_indices(batch.chunks))
+        requests = sampled_requests(batch.chunks)
+        logits, known_novelty = self._forward(batch.chunks, metadata, count)
         output = sample(logits, requests, self.eos_token_ids) if requests else None
         sampled_novelty = (
             known_novelty[:0] if output is None else F.cross_entropy(logits.float(), output.tokens, reduction="none")
         )
-        _note(step.pieces, known_novelty, sampled_novelty)
-        return InflightBatch(step, requests, output)
+        _record_novelty(batch.chunks, known_novelty, sampled_novelty)
+        return InflightBatch(batch, requests, output)
 
-    def _place(self, piece: ScheduledChunk) -> int:
-        return self.pots.slot(piece.start)
+    def _first_position(self, chunk: ScheduledChunk) -> int:
+        return self.cache_size.slot(chunk.start)
 
-    def _read(self, pieces: list[ScheduledChunk], pages: AttentionMetadata, count: int) -> tuple[Tensor, Tensor]:
+    def _forward(self, chunks: list[ScheduledChunk], metadata: AttentionMetadata, count: int) -> tuple[Tensor, Tensor]:
         """Return logits [requests, vocabulary], and the novelty of the known tokens that follow those of this step,
         chunk after chunk."""
-        ids, positions = (self._on_device(buffer[:count]) for buffer in (self._ids, self._positions))
-        rows = torch.tensor(last_tokens(pieces), dtype=torch.int64, device=self.device)
-        if self.compiled is not None and len(rows) == count and not self._adapted(pieces):
-            logits = self.compiled.logits(ids, positions, rows, pages)
+        ids, positions = (self._to_device(buffer[:count]) for buffer in (self._input_ids, self._positions))
+        rows = torch.tensor(logits_indices(chunks), dtype=torch.int64, device=self.device)
+        if self.compiled is not None and len(rows) == count and not self._uses_adapters(chunks):
+            logits = self.compiled.logits(ids, positions, rows, metadata)
             return logits, logits.new_zeros(0)
-        with self._adapters(pieces):
-            states = self._states(self._attend(pages), ids, positions)
+        with self._adapter_context(chunks):
+            states = self._hidden_states(self._attention_fn(metadata), ids, positions)
         head: Any = self.network.get_output_embeddings()
         known = torch.ones(count, dtype=torch.bool, device=self.device).index_fill_(0, rows, False)
-        return head(states[rows]), token_novelty(states[known], self._following(pieces), head)
+        return head(states[rows]), token_novelty(states[known], self._next_tokens(chunks), head)
 
-    def _states(self, attend: Attend, ids: Tensor, positions: Tensor) -> Tensor:  # [tokens, hidden size]
-        with attending(attend):
+    def _hidden_states(self, attention_fn: AttentionFn, ids: Tensor, positions: Tensor) -> Tensor:
+        """Run the network without its LM head; return [tokens, hidden size]."""
+        with use_attention(attention_fn):
             output: Any = self.network.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
         states: Tensor = output.last_hidden_state[0]
         return states
 
-    def _cook_down(self, request: Request) -> None:
-        prompt, num_text = self.distiller.prompt, self.pots.max_text_tokens
-        self._write_table(request)
+    def _compress(self, request: Request) -> None:
+        """Compress the full cache of a request in place."""
+        prompt, num_text = self.compressor.prompt, self.cache_size.max_text_tokens
+        self._block_tables.update([request])
         positions = torch.arange(num_text + len(prompt))
-        table = torch.from_numpy(self._tables[request.slot])
+        table = self._block_tables.tables[request.slot]
         rows = (table[positions // self.block_size].long() * self.block_size + positions % self.block_size).to(
             self.device
         )
         attention: dict[int, Tensor] = {}
-        paged_attend = paged(self.cache, self._behind(request, rows[num_text:]))
+        paged_attend = paged_attention_fn(self.cache, self._catalyst_metadata(request, rows[num_text:]))
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, _: int | None) -> Tensor:
             output = paged_attend(layer, queries, keys, values, scale, None)
             cached_keys = self.pages.keys(layer, rows)[None]
-            attention[layer] = self.distiller.attention(queries.transpose(0, 1)[None], cached_keys, scale)
+            attention[layer] = self.compressor.attention(queries.transpose(0, 1)[None], cached_keys, scale)
             return output
 
-        with self._adapters([ScheduledChunk(request, num_text, len(prompt), False)]):
-            self._states(attend, prompt, positions[num_text:].to(self.device))
-        keep = self.pots.keep
-        novel = bounded_state(request).ledger.keep_top(self.distiller.method.num_novel(keep))
-        self.pages.keep(rows[:num_text], attention, novel, keep, self.distiller)
-        self.cooked += 1
+        with self._adapter_context([ScheduledChunk(request, num_text, len(prompt), False)]):
+            self._hidden_states(attend, prompt, positions[num_text:].to(self.device))
+        keep = self.cache_size.keep
+        novel = bounded_state(request).novelty.keep_top(self.compressor.method.num_novel(keep))
+        self.pages.keep(rows[:num_text], attention, novel, keep, self.compressor)
+        self.num_compressions += 1
 
-    def _behind(self, request: Request, places: Tensor) -> AttentionMetadata:
-        """Return the attention metadata of the catalyst prompt after a full cache, in these slots."""
-        new, length = len(places), self.pots.max_text_tokens + len(places)
+    def _catalyst_metadata(self, request: Request, slot_mapping: Tensor) -> AttentionMetadata:
+        """Return the attention metadata of the catalyst prompt behind a full cache."""
+        prompt_len = len(slot_mapping)
+        seq_len = self.cache_size.max_text_tokens + prompt_len
 
-        def sent(values: list[int]) -> Tensor:
+        def to_device(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int32, device=self.device)
 
-        table = self._on_device(self._tables[[request.slot], : -(-length // self.block_size)])
-        return AttentionMetadata(sent([0, new]), sent([length]), table, places, length, [new])
+        table = self._to_device(self._tables[[request.slot], : -(-seq_len // self.block_size)])
+        return AttentionMetadata(
+            to_device([0, prompt_len]), to_device([seq_len]), table, slot_mapping, seq_len, [prompt_len]
+        )
 
-    def _numbers(self, pieces: Sequence[ScheduledChunk]) -> Tensor:  # [tokens]
-        return torch.cat([torch.arange(chunk.start, chunk.start + chunk.count) for chunk in pieces]).to(self.device)
+    def _token_indices(self, chunks: Sequence[ScheduledChunk]) -> Tensor:  # [tokens]
+        return torch.cat([torch.arange(chunk.start, chunk.start + chunk.count) for chunk in chunks]).to(self.device)
 
-    def _following(self, pieces: Sequence[ScheduledChunk]) -> Tensor:
+    def _next_tokens(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
         """Return the known successors of a step's tokens; the last token of a chunk that samples has none."""
         tokens: list[int] = []
-        for chunk in pieces:
+        for chunk in chunks:
             tokens += chunk.request.tokens[chunk.start + 1 : chunk.start + chunk.count + 1]
         return torch.tensor(tokens, dtype=torch.int64, device=self.device)
 
-    def _adapted(self, pieces: Sequence[ScheduledChunk]) -> bool:
-        return self.adapters is not None and uses_adapters(pieces)
+    def _uses_adapters(self, chunks: Sequence[ScheduledChunk]) -> bool:
+        return self.adapters is not None and uses_adapters(chunks)
 
-    def _adapters(self, pieces: Sequence[ScheduledChunk]) -> AbstractContextManager[None]:
-        if self.adapters is None or not uses_adapters(pieces):
+    def _adapter_context(self, chunks: Sequence[ScheduledChunk]) -> AbstractContextManager[None]:
+        if self.adapters is None or not uses_adapters(chunks):
             return nullcontext()
-        return self.adapters.applied(pieces, self.device)
+        return self.adapters.applied(chunks, self.device)
 
 
-def _note(pieces: Sequence[ScheduledChunk], read: Tensor, given: Tensor) -> None:
-    """Record the novelty of known tokens (`read`) and of sampled tokens (`given`), both in order."""
-    for chunk in pieces:
+def _record_novelty(chunks: Sequence[ScheduledChunk], known: Tensor, sampled: Tensor) -> None:
+    """Record the novelty of known tokens and of sampled tokens, both in order."""
+    for chunk in chunks:
         num_known = chunk.count - chunk.samples_token
-        bounded_state(chunk.request).append(chunk.start, torch.cat((read[:num_known], given[: chunk.samples_token])))
-        read, given = read[num_known:], given[int(chunk.samples_token) :]
+        bounded_state(chunk.request).append(chunk.start, torch.cat((known[:num_known], sampled[: chunk.samples_token])))
+        known, sampled = known[num_known:], sampled[int(chunk.samples_token) :]

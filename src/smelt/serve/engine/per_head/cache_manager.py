@@ -20,11 +20,11 @@ from smelt.serve.engine.session_cache import SessionCache
 
 @dataclass(eq=False)
 class PerHeadCacheState(CacheState):
-    """The pages of a request. `places` are entries of its block table, cluster * width + page, one per block."""
+    """The pages of a request. `entries` are those of its block table row, cluster * width + page, one per block."""
 
-    kept: RequestRetention
+    retention: RequestRetention
     pages: ClusterCounts  # per cluster
-    places: list[int] = field(default_factory=list)
+    entries: list[int] = field(default_factory=list)
     tails: dict[int, int] = field(default_factory=dict)  # table entry -> shared partial page, to be copied
     capacity: int = -1  # tokens up to which no further page is needed
 
@@ -55,15 +55,15 @@ class PerHeadCacheManager(KVCacheManager):
         assert isinstance(state, PerHeadCacheState)
         if tokens <= state.capacity:
             return len(request.blocks)
-        return int(state.kept.num_pages(tokens).sum())
+        return int(state.retention.num_pages(tokens).sum())
 
     def admit(self, request: Request, reserved: int) -> bool:
         session = self._find(request)
         state = self._initial_state(request, session)
-        shared = [] if session is None else [session.pages[entry] for entry in state.places]
+        shared = [] if session is None else [session.pages[entry] for entry in state.entries]
         self.pool.share(shared)
         self._use(shared)
-        request.cache_state, request.blocks, request.num_computed_tokens = state, shared, state.kept.start
+        request.cache_state, request.blocks, request.num_computed_tokens = state, shared, state.retention.start
         if self.can_allocate(self.blocks_needed(request, request.num_expected_tokens) - len(shared) + reserved):
             return True
         self.release(request, "")
@@ -72,17 +72,17 @@ class PerHeadCacheManager(KVCacheManager):
 
     def allocate(self, request: Request, tokens: int) -> None:
         state = per_head_state(request)
-        needed = state.kept.num_pages(tokens)
-        entries = places_between(state.pages, needed, self.width)
+        needed = state.retention.num_pages(tokens)
+        entries = missing_entries(state.pages, needed, self.width)
         pages = self.pool.take(len(entries))
         self._use(pages)
         self.copies += [
             (state.tails.pop(entry), page) for entry, page in zip(entries, pages, strict=True) if entry in state.tails
         ]
         request.blocks += pages
-        state.places += entries
+        state.entries += entries
         state.pages = needed
-        state.capacity = _capacity(state.kept, needed, tokens)
+        state.capacity = _capacity(state.retention, needed, tokens)
 
     def commit(self, request: Request) -> None:
         """Make a prompt that was read completely reusable, by this conversation or another."""
@@ -90,15 +90,15 @@ class PerHeadCacheManager(KVCacheManager):
         if request.state is not RequestStatus.RUNNING or state is None or request.registered:
             return
         assert isinstance(state, PerHeadCacheState)
-        if request.num_computed_tokens >= state.kept.stop > state.kept.start:
-            self._keep_session(request, state.kept.stop)
+        if request.num_computed_tokens >= state.retention.stop > state.retention.start:
+            self._keep_session(request, state.retention.stop)
             request.registered = 1
 
     def schedulable_tokens(self, request: Request, budget: int, chunk_size: int) -> int:
         """Schedule complete chunks of a prompt, so that what is kept does not depend on other requests."""
         state = per_head_state(request)
-        if request.num_computed_tokens < state.kept.stop:
-            count = state.kept.next_chunk(request.num_computed_tokens, chunk_size)
+        if request.num_computed_tokens < state.retention.stop:
+            count = state.retention.next_chunk(request.num_computed_tokens, chunk_size)
             return count if count <= budget else 0
         return min(request.num_expected_tokens - request.num_computed_tokens, budget)
 
@@ -111,9 +111,9 @@ class PerHeadCacheManager(KVCacheManager):
 
     def release(self, request: Request, reason: str) -> None:
         state = request.cache_state
-        known = min(request.num_computed_tokens, len(request.tokens) - 1)
-        if reason in ("stop", "length") and isinstance(state, PerHeadCacheState) and known > state.kept.stop:
-            self._keep_session(request, known)
+        computed = min(request.num_computed_tokens, len(request.tokens) - 1)
+        if reason in ("stop", "length") and isinstance(state, PerHeadCacheState) and computed > state.retention.stop:
+            self._keep_session(request, computed)
         for page in request.blocks:
             self._users[page] -= 1
             self._num_used -= self._users[page] == 0
@@ -137,22 +137,22 @@ class PerHeadCacheManager(KVCacheManager):
         """Share full pages; copy one that will be written to again."""
         stop = len(request.tokens) - 1
         if session is None:
-            kept = RequestRetention.empty(self.policy, stop)
-            return PerHeadCacheState(kept, np.zeros_like(kept.carried))
+            retention = RequestRetention.empty(self.policy, stop)
+            return PerHeadCacheState(retention, np.zeros_like(retention.carried))
         full = session.lengths // self.policy.block_size
-        entries = places_between(np.zeros_like(full), full, self.width)
+        entries = missing_entries(np.zeros_like(full), full, self.width)
         shared = set(entries)
         tails = {entry: page for entry, page in session.pages.items() if entry not in shared}
-        kept = RequestRetention(self.policy, session.lengths, session.tokens, stop)
-        return PerHeadCacheState(kept, full, entries, tails)
+        retention = RequestRetention(self.policy, session.lengths, session.tokens, stop)
+        return PerHeadCacheState(retention, full, entries, tails)
 
     def _keep_session(self, request: Request, tokens: int) -> None:
         if not self.reuse:
             return
         state = per_head_state(request)
-        lengths = state.kept.lengths(tokens)
-        filled = set(places_between(np.zeros_like(lengths), -(-lengths // self.policy.block_size), self.width))
-        pages = {entry: page for entry, page in zip(state.places, request.blocks, strict=True) if entry in filled}
+        lengths = state.retention.lengths(tokens)
+        filled = set(missing_entries(np.zeros_like(lengths), -(-lengths // self.policy.block_size), self.width))
+        pages = {entry: page for entry, page in zip(state.entries, request.blocks, strict=True) if entry in filled}
         root = root_digest(request.salt, request.adapter)
         if self.sessions.add(root, request.tokens, PerHeadSession(tokens, lengths, pages)):
             self.pool.share(list(pages.values()))
@@ -168,7 +168,7 @@ def per_head_state(request: Request) -> PerHeadCacheState:
     return request.cache_state
 
 
-def places_between(pages: ClusterCounts, needed: ClusterCounts, width: int) -> list[int]:
+def missing_entries(pages: ClusterCounts, needed: ClusterCounts, width: int) -> list[int]:
     """Return the block table entries that clusters with `pages` pages lack to have `needed`."""
     missing: Any = np.maximum(needed - pages, 0)
     begin = np.repeat(np.arange(len(pages)) * width + pages, missing)
@@ -176,7 +176,7 @@ def places_between(pages: ClusterCounts, needed: ClusterCounts, width: int) -> l
     return list((begin + within).tolist())
 
 
-def _capacity(kept: RequestRetention, pages: ClusterCounts, tokens: int) -> int:
+def _capacity(retention: RequestRetention, pages: ClusterCounts, tokens: int) -> int:
     """Return how many tokens fit into `pages` of each cluster."""
-    free = pages * kept.policy.block_size - kept.lengths(max(tokens, kept.stop))
-    return max(tokens, kept.stop) + int(free.min())
+    free = pages * retention.policy.block_size - retention.lengths(max(tokens, retention.stop))
+    return max(tokens, retention.stop) + int(free.min())

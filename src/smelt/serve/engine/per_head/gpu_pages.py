@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,15 +13,16 @@ from smelt.kvcache.eviction.policy import EvictionPolicy
 from smelt.kvcache.rope import rope_functions
 from smelt.models.model import Model
 from smelt.runtime.decoder import Attention
-from smelt.serve.engine.attention import NAME
-from smelt.serve.engine.gpu_pages import Mixed, Send
+from smelt.serve.engine.attention import ATTN_IMPLEMENTATION
+from smelt.serve.engine.block_table import ToDevice
+from smelt.serve.engine.gpu_pages import VarlenAttention
 from smelt.serve.engine.kv_dtype import backend_suffix
 from smelt.serve.engine.per_head.cache import PerHeadCache
 from smelt.serve.engine.per_head.cache_manager import per_head_state
 from smelt.serve.engine.per_head.compress import ChunkCompressor, per_head_attention
-from smelt.serve.engine.per_head.parts import MOST_PARTS, parts_of, work_of
-from smelt.serve.engine.per_head.step import Tables, step_of
-from smelt.serve.engine.runner import module_logits
+from smelt.serve.engine.per_head.kv_splits import MAX_SPLITS, build_split_work, choose_num_splits
+from smelt.serve.engine.per_head.step import PerHeadTables, build_batch
+from smelt.serve.engine.runner import eager_logits
 from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 
 if TYPE_CHECKING:  # needs Triton
@@ -32,83 +34,89 @@ class PerHeadGpuPages:
     """Implement `GpuPages` for a per-head KV cache."""
 
     def __init__(
-        self, model: Model, cache: PerHeadCache, retention: EvictionPolicy, max_model_len: int, send: Send
+        self, model: Model, cache: PerHeadCache, policy: EvictionPolicy, max_model_len: int, to_device: ToDevice
     ) -> None:
-        self.name = f", per-head cache{backend_suffix(None if cache.format is None else cache.format.name)}"
-        self.cache, self.retention, self.max_model_len = cache, retention, max_model_len
-        self._send, self._module = send, model.network
-        self._module.set_attn_implementation(NAME)
+        self.name = f", per-head cache{backend_suffix(None if cache.kv_quant is None else cache.kv_quant.name)}"
+        self.cache, self.policy, self.max_model_len = cache, policy, max_model_len
+        self._to_device, self._module = to_device, model.network
+        self._module.set_attn_implementation(ATTN_IMPLEMENTATION)
         self._compress = ChunkCompressor(*rope_functions(model.network, model.device))
-        self._tables = Tables(cache, len(cache.tables) - 1, send)
+        self._tables = PerHeadTables(cache, to_device)
         self._layers: dict[tuple[int, int], tuple[ClusteredHeadPages, int]] = {}
 
-    def single(self, piece: ScheduledChunk) -> bool:
-        return piece.count == 1 and piece.start >= per_head_state(piece.request).kept.stop
+    def is_decode(self, chunk: ScheduledChunk) -> bool:
+        return chunk.count == 1 and chunk.start >= per_head_state(chunk.request).retention.stop
 
-    def before(self, step: ScheduledBatch) -> None:
-        self._tables.before(step)
+    def prepare(self, batch: ScheduledBatch) -> None:
+        self._tables.prepare(batch)
 
-    def after(self, step: ScheduledBatch) -> None:
-        self._tables.after(step)
+    def finish(self, batch: ScheduledBatch) -> None:
+        self._tables.finish(batch)
 
-    def decoding(self, slots: Tensor, lengths: Tensor, network: FusedNetwork) -> Attend:
+    def decode_attention(self, slots: Tensor, seq_lens: Tensor, network: FusedNetwork) -> Attend:
         from smelt.kernels.gpu.paged import DecodeMetadata, paged_decode
 
-        metadata = DecodeMetadata(slots, lengths, self.cache.tables, network.arrived, self.max_model_len)
+        metadata = DecodeMetadata(slots, seq_lens, self.cache.block_tables, network.split_counter, self.max_model_len)
 
-        def attend(mixed: Tensor, part: Attention) -> Tensor:
-            pages, splits = self._layer(part.index, len(slots))
+        def attend(qkv: Tensor, part: Attention) -> Tensor:
+            head_pages, splits = self._layer(part.layer, len(slots))
             return paged_decode(
-                mixed, self.cache.keys, self.cache.values, metadata, network.rotation(part), part.scale,
-                head_pages=pages, splits=splits, kv_quant=self.cache.format,
+                qkv, self.cache.keys, self.cache.values, metadata, network.rotary_params(part), part.scale,
+                head_pages=head_pages, splits=splits, kv_quant=self.cache.kv_quant,
             )  # fmt: skip
 
         return attend
 
-    def mixed(self, pieces: list[ScheduledChunk], slots: Tensor, positions: Tensor, network: FusedNetwork) -> Mixed:
+    def varlen_attention(
+        self, chunks: Sequence[ScheduledChunk], slots: Tensor, positions: Tensor, network: FusedNetwork
+    ) -> VarlenAttention:
         from smelt.kernels.gpu.paged import QueryTiles, paged_prefill, prefill_config
         from smelt.kernels.gpu.rope import rope_and_store_kv
 
-        step = step_of(self.cache, pieces, torch.stack((slots, positions)), self._send)
-        cache, kv_quant = self.cache, self.cache.format
-        metadata = AttentionMetadata(step.bounds, step.lengths, cache.tables, positions, step.longest, step.counts)
-        tiles = QueryTiles.of(step.counts, slots.device, prefill_config(metadata, cache.keys.shape[-1], kv_quant))
+        batch = build_batch(self.cache, chunks, torch.stack((slots, positions)), self._to_device)
+        cache, kv_quant = self.cache, self.cache.kv_quant
+        metadata = AttentionMetadata(
+            cu_seqlens_q=batch.cu_seqlens_q, seq_lens=batch.seq_lens, block_tables=cache.block_tables,
+            slot_mapping=positions, max_seq_len=batch.max_seq_len, query_lens=batch.query_lens,
+        )  # fmt: skip
+        tiles = QueryTiles.of(batch.query_lens, slots.device, prefill_config(metadata, cache.keys.shape[-1], kv_quant))
 
-        def attend(mixed: Tensor, part: Attention) -> Tensor:
-            head_pages, _ = self._layer(part.index, len(pieces))
+        def attend(qkv: Tensor, part: Attention) -> Tensor:
+            head_pages, _ = self._layer(part.layer, len(chunks))
             queries = rope_and_store_kv(
-                mixed, positions, slots, network.rotation(part), cache.keys, cache.values, head_pages, kv_quant
+                qkv, positions, slots, network.rotary_params(part), cache.keys, cache.values, head_pages, kv_quant
             )
             output = paged_prefill(
                 queries, cache.keys, cache.values, metadata, part.scale, tiles=tiles, head_pages=head_pages,
-                slots=step.piece_slots, kv_quant=kv_quant,
+                slots=batch.request_slots, kv_quant=kv_quant,
             )  # fmt: skip
             # Scoring dequantizes keys, which undoes their Hadamard rotation, so the queries must be unrotated as well.
-            self._compress(step, part.index, queries if kv_quant is None else kv_quant.unrotate(queries), part.scale)
+            self._compress(batch, part.layer, queries if kv_quant is None else kv_quant.unrotate(queries), part.scale)
             return output.flatten(1)
 
-        def logits(ids: Tensor, wanted: Tensor) -> Tensor:
-            return module_logits(self._module, per_head_attention(step, self._compress), ids, positions, wanted)
+        def logits(ids: Tensor, rows: Tensor) -> Tensor:
+            return eager_logits(self._module, per_head_attention(batch, self._compress), ids, positions, rows)
 
-        return Mixed(attend, logits)
+        return VarlenAttention(attend, logits)
 
-    def _layer(self, layer: int, requests: int) -> tuple[ClusteredHeadPages, int]:
+    def _layer(self, layer: int, num_requests: int) -> tuple[ClusteredHeadPages, int]:
         """Return a layer's head pages and its maximum splits per head, rounded up to a power of two; cached per
         power of two of requests."""
         from smelt.kernels.gpu.arch import num_sms
         from smelt.kernels.gpu.paged import BLOCK_N, num_splits
         from smelt.kernels.gpu.pages import ClusteredHeadPages
 
-        requests = 1 << (requests - 1).bit_length()
-        if (layer, requests) not in self._layers:
+        num_requests = 1 << (num_requests - 1).bit_length()
+        if (layer, num_requests) not in self._layers:
             cache = self.cache
-            shares, sms = tuple(self.retention.head_splits[layer].tolist()), num_sms(cache.keys.device)
-            max_parts = max(min(MOST_PARTS, self.max_model_len // (2 * BLOCK_N)), 1)
-            uniform = (num_splits(requests, len(shares), self.max_model_len, sms),) * len(shares)
-            counts = uniform if len(set(shares)) == 1 else parts_of(shares, requests, sms, max_parts)
+            shares, sms = tuple(self.policy.head_splits[layer].tolist()), num_sms(cache.keys.device)
+            max_splits = max(min(MAX_SPLITS, self.max_model_len // (2 * BLOCK_N)), 1)
+            uniform = (num_splits(num_requests, len(shares), self.max_model_len, sms),) * len(shares)
+            splits = uniform if len(set(shares)) == 1 else choose_num_splits(shares, num_requests, sms, max_splits)
             head_pages = ClusteredHeadPages(
-                cache.tables, cache.shifts, cache.cluster[layer], cache.column[layer], cache.columns,
-                torch.tensor(work_of(shares, counts), dtype=torch.int32, device=cache.keys.device),
+                cache.block_tables, cache.seq_len_offsets, cache.cluster[layer], cache.column[layer],
+                cache.heads_per_page,
+                torch.tensor(build_split_work(shares, splits), dtype=torch.int32, device=cache.keys.device),
             )  # fmt: skip
-            self._layers[layer, requests] = head_pages, 1 << (max(counts) - 1).bit_length()
-        return self._layers[layer, requests]
+            self._layers[layer, num_requests] = head_pages, 1 << (max(splits) - 1).bit_length()
+        return self._layers[layer, num_requests]

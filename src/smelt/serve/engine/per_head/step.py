@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from smelt.kvcache.eviction.policy import EvictionStep
+from smelt.serve.engine.block_table import BlockTables, ToDevice
 from smelt.serve.engine.per_head.cache import PerHeadCache
-from smelt.serve.engine.per_head.cache_manager import PerHeadCacheState, per_head_state, places_between
+from smelt.serve.engine.per_head.cache_manager import PerHeadCacheState, missing_entries, per_head_state
+from smelt.serve.engine.runner import cumulative_lens
 from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
-
-Send = Callable[[np.ndarray[Any, Any]], Tensor]  # to the device
 
 
 @dataclass(frozen=True)
-class Chunk:
+class EvictionChunk:
     """A prompt chunk that is compressed in each layer after its attention."""
 
-    first: int  # row of its first token in the step
+    first_row: int  # row of its first token in the step
     count: int
     end: int  # tokens of the text up to its end
-    judged: EvictionStep
-    chosen: Tensor  # [layers, kv_heads], int64: retained tokens of the region
-    here: Tensor  # [layers, kv_heads, region], int64: cache rows of the region
-    there: Tensor  # [layers, kv_heads, max retained], int64: target rows; see `chunk_of`
+    eviction: EvictionStep
+    source_rows: Tensor  # [layers, kv_heads, region], int64: cache rows of the region
+    target_rows: Tensor  # [layers, kv_heads, max retained], int64: see `build_eviction_chunk`
 
 
 @dataclass(frozen=True)
@@ -38,119 +36,112 @@ class PerHeadBatch:
     cache: PerHeadCache
     slots: Tensor  # [tokens], int64: slot of the request
     positions: Tensor  # [tokens], int64: in the text
-    piece_slots: Tensor  # [pieces], int64
-    bounds: Tensor  # [pieces + 1], int32: first rows of the chunks
-    lengths: Tensor  # [pieces], int32: tokens of the text, including the new ones
-    counts: list[int]
-    longest: int  # max cached tokens of any cluster of any chunk
-    chunks: list[Chunk]
+    request_slots: Tensor  # [chunks], int64
+    cu_seqlens_q: Tensor  # [chunks + 1], int32: first rows of the chunks
+    seq_lens: Tensor  # [chunks], int32: tokens of the text, including the new ones
+    query_lens: list[int]
+    max_seq_len: int  # cached tokens of any cluster of any chunk, at most
+    eviction_chunks: list[EvictionChunk]
 
 
-class Tables:
-    """Host-side state of the block tables: what was written per slot, and the staging pages of a step."""
+class PerHeadTables:
+    """Keep the block tables and length offsets of a per-head cache up to date, step by step."""
 
-    def __init__(self, cache: PerHeadCache, slots: int, send: Send) -> None:
-        self.cache, self._send = cache, send
-        self._written: list[tuple[list[int], int]] = [([], 0)] * slots  # per slot: blocks, and how many are written
+    def __init__(self, cache: PerHeadCache, to_device: ToDevice) -> None:
+        self.cache, self._to_device = cache, to_device
+        self._block_tables = BlockTables(cache.block_tables, to_device)
 
-    def before(self, step: ScheduledBatch) -> None:
-        if step.copies:
-            sources, targets = self._send(np.array(step.copies, dtype=np.int64).T)
+    def prepare(self, batch: ScheduledBatch) -> None:
+        if batch.copies:
+            sources, targets = self._to_device(np.array(batch.copies, dtype=np.int64).T)
             self.cache.copy(sources, targets)
-        self._write(step.pieces)
-        self._shift(step.pieces, after=False)
+        self._write_block_tables(batch.chunks)
+        started = [chunk for chunk in batch.chunks if chunk.start == per_head_state(chunk.request).retention.start]
+        self._write_seq_len_offsets(started, [chunk.start for chunk in started])
 
-    def after(self, step: ScheduledBatch) -> None:
-        self._shift(step.pieces, after=True)
+    def finish(self, batch: ScheduledBatch) -> None:
+        prefilled = [chunk for chunk in batch.chunks if _is_prefill(chunk)]
+        self._write_seq_len_offsets(prefilled, [chunk.start + chunk.count for chunk in prefilled])
 
-    def _write(self, pieces: list[ScheduledChunk]) -> None:
+    def _write_block_tables(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Write pages allocated since the last step, and staging pages of prompt chunks, in one copy."""
-        entries: list[int] = []
-        pages: list[int] = []
         num_staged = 0
-        stride = self.cache.tables[0].numel()
-        for scheduled in pieces:
-            request, state = scheduled.request, per_head_state(scheduled.request)
-            written, count = self._written[request.slot]
-            if written is not request.blocks:
-                count = 0
-            new_entries = [request.slot * stride + entry for entry in state.places[count:]]
-            entries += new_entries
-            pages += request.blocks[count:]
-            self._written[request.slot] = (request.blocks, len(request.blocks))
-            if scheduled.start < state.kept.stop:
-                staged = self._staged(scheduled, state)
-                entries += [request.slot * stride + entry for entry in staged]
-                pages += self.cache.staging[num_staged : num_staged + len(staged)]
-                num_staged += len(staged)
-        if entries:
-            update = self._send(np.array([entries, pages], dtype=np.int64))
-            self.cache.tables.view(-1)[update[0]] = update[1].int()
+        for chunk in chunks:
+            request, state = chunk.request, per_head_state(chunk.request)
+            self._block_tables.stage_new_blocks(request, state.entries)
+            if _is_prefill(chunk):
+                entries = self._staging_entries(chunk, state)
+                pages = self.cache.staging[num_staged : num_staged + len(entries)]
+                self._block_tables.stage(request.slot, entries, pages)
+                num_staged += len(entries)
+        self._block_tables.commit()
 
-    def _shift(self, pieces: list[ScheduledChunk], *, after: bool) -> None:
-        """Update how far clusters lag behind the text, before or after a chunk is computed."""
-        chunks = [scheduled for scheduled in pieces if scheduled.start < per_head_state(scheduled.request).kept.stop]
-        changed = (
-            chunks
-            if after
-            else [scheduled for scheduled in pieces if scheduled.start == per_head_state(scheduled.request).kept.start]
-        )
-        if not changed:
+    def _write_seq_len_offsets(self, chunks: Sequence[ScheduledChunk], ends: Sequence[int]) -> None:
+        """Write how far clusters lag behind the text once `ends` tokens of each request are computed."""
+        if not chunks:
             return
-        ends = [scheduled.start + (scheduled.count if after else 0) for scheduled in changed]
-        shifts = np.stack(
+        offsets = np.stack(
             [
-                per_head_state(scheduled.request).kept.lengths(end) - end
-                for scheduled, end in zip(changed, ends, strict=True)
+                per_head_state(chunk.request).retention.lengths(end) - end
+                for chunk, end in zip(chunks, ends, strict=True)
             ]
         )
-        slots = self._send(np.array([scheduled.request.slot for scheduled in changed], dtype=np.int64))
-        self.cache.shifts[slots] = self._send(shifts).int()
+        slots = self._to_device(np.array([chunk.request.slot for chunk in chunks], dtype=np.int64))
+        self.cache.seq_len_offsets[slots] = self._to_device(offsets).int()
 
-    def _staged(self, piece: ScheduledChunk, state: PerHeadCacheState) -> list[int]:
+    def _staging_entries(self, chunk: ScheduledChunk, state: PerHeadCacheState) -> list[int]:
         """Return the table entries beyond a request's own pages that a chunk needs until it is compressed."""
-        lengths = state.kept.lengths(piece.start) + piece.count
-        return places_between(state.pages, -(-lengths // self.cache.size), self.cache.tables.shape[2])
+        lengths = state.retention.lengths(chunk.start) + chunk.count
+        return missing_entries(state.pages, -(-lengths // self.cache.block_size), self.cache.block_tables.shape[2])
 
 
-def step_of(cache: PerHeadCache, pieces: list[ScheduledChunk], tokens: Tensor, send: Send) -> PerHeadBatch:
+def _is_prefill(chunk: ScheduledChunk) -> bool:
+    return chunk.start < per_head_state(chunk.request).retention.stop
+
+
+def build_batch(
+    cache: PerHeadCache, chunks: Sequence[ScheduledChunk], tokens: Tensor, to_device: ToDevice
+) -> PerHeadBatch:
     """Build the metadata of a step; `tokens` are slots and positions [2, tokens] on the device."""
-    counts = [scheduled.count for scheduled in pieces]
-    bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    lengths = np.array([scheduled.start + scheduled.count for scheduled in pieces], dtype=np.int32)
+    query_lens = [chunk.count for chunk in chunks]
+    cu_seqlens_q = cumulative_lens(query_lens)
+    seq_lens = np.array([chunk.start + chunk.count for chunk in chunks], dtype=np.int32)
     max_seq_len = max(
-        int(per_head_state(scheduled.request).kept.lengths(scheduled.start).max()) + scheduled.count
-        for scheduled in pieces
+        int(per_head_state(chunk.request).retention.lengths(chunk.start).max()) + chunk.count for chunk in chunks
     )
-    chunks = []
-    for first, scheduled in zip(bounds.tolist(), pieces, strict=False):
-        stop = scheduled.start + scheduled.count
-        kept = per_head_state(scheduled.request).kept
-        eviction = kept.eviction_step(scheduled.start, stop) if scheduled.start < kept.stop else None
+    eviction_chunks = []
+    for first_row, chunk in zip(cu_seqlens_q.tolist(), chunks, strict=False):
+        retention = per_head_state(chunk.request).retention
+        eviction = retention.eviction_step(chunk.start, chunk.start + chunk.count) if _is_prefill(chunk) else None
         if eviction is not None:
-            chunks.append(chunk_of(cache, scheduled, first, eviction, send))
+            eviction_chunks.append(build_eviction_chunk(cache, chunk, first_row, eviction, to_device))
+    request_slots = to_device(np.array([chunk.request.slot for chunk in chunks], dtype=np.int64))
     return PerHeadBatch(
-        cache, tokens[0], tokens[1], send(np.array([scheduled.request.slot for scheduled in pieces], dtype=np.int64)),
-        send(bounds), send(lengths), counts, max_seq_len, chunks,
+        cache, tokens[0], tokens[1], request_slots, to_device(cu_seqlens_q), to_device(seq_lens), query_lens,
+        max_seq_len, eviction_chunks,
     )  # fmt: skip
 
 
-def chunk_of(cache: PerHeadCache, piece: ScheduledChunk, first: int, judged: EvictionStep, send: Send) -> Chunk:
+def build_eviction_chunk(
+    cache: PerHeadCache, chunk: ScheduledChunk, first_row: int, eviction: EvictionStep, to_device: ToDevice
+) -> EvictionChunk:
     """Compute all that does not depend on scores, for all layers at once. A head's best tokens go after its locked
     ones, best first, then the window; evicted tokens go after that, where nothing reads them."""
-    locked, retained = (counts[cache.cluster] for counts in send(np.stack([judged.locked, judged.retained])))
-    max_retained = int(judged.retained.max())
-    order = torch.arange(max_retained - judged.window, device=locked.device).expand(*locked.shape, -1)
-    window = torch.arange(judged.window, device=locked.device).expand(*locked.shape, -1)
-    num_best = retained[..., None] - judged.window
-    target_offsets = torch.cat((torch.where(order < num_best, order, order + judged.window), num_best + window), dim=-1)
-    offsets = torch.arange(judged.region, device=locked.device)
+    locked, retained = (counts[cache.cluster] for counts in to_device(np.stack([eviction.locked, eviction.retained])))
+    max_retained = int(eviction.retained.max())
+    order = torch.arange(max_retained - eviction.window, device=locked.device).expand(*locked.shape, -1)
+    window = torch.arange(eviction.window, device=locked.device).expand(*locked.shape, -1)
+    num_best = retained[..., None] - eviction.window
+    target_offsets = torch.cat(
+        (torch.where(order < num_best, order, order + eviction.window), num_best + window), dim=-1
+    )
+    source_offsets = torch.arange(eviction.region, device=locked.device).expand(*locked.shape, -1)
 
-    def rows(places: Tensor) -> Tensor:
-        heads, columns = (index[..., None].expand_as(places) for index in (cache.cluster, cache.column))
-        return cache.rows(torch.full_like(places, piece.request.slot), heads, columns, locked[..., None] + places)
+    def rows(offsets: Tensor) -> Tensor:
+        clusters, columns = (index[..., None].expand_as(offsets) for index in (cache.cluster, cache.column))
+        slots = torch.full_like(offsets, chunk.request.slot)
+        return cache.rows(slots, clusters, columns, locked[..., None] + offsets)
 
-    return Chunk(
-        first, piece.count, piece.start + piece.count, judged, retained, rows(offsets.expand(*locked.shape, -1)),
-        rows(target_offsets),
-    )  # fmt: skip
+    return EvictionChunk(
+        first_row, chunk.count, chunk.start + chunk.count, eviction, rows(source_offsets), rows(target_offsets)
+    )
