@@ -61,7 +61,7 @@ class Interval:
     """Some tokens of one request: its peak page bytes, and the time per thousand tokens."""
 
     def __init__(self, engine: Engine) -> None:
-        anatomy, dtype, size = engine.model.anatomy, engine.model.network.dtype, engine.pool.size
+        anatomy, dtype, size = engine.model.anatomy, engine.model.network.dtype, engine.pool.block_size
         self._block = (block_bytes if engine.config.kv_cache.kv_token_cap is None else bounded_block_bytes)(
             anatomy, size, dtype
         )

@@ -38,7 +38,7 @@ def run_requests(engine: Engine, texts: list[list[int]], answer: int) -> dict[st
         "seconds": last - start, "tokens_per_second": len(texts) * answer / (last - start),
         "prefill_seconds": prefilled, "decode_batch_size": max_batch, "decode_ms": full * 1e3,
         "decode_tokens_per_second": max_batch / full, "preemptions": engine.state()["preemptions"],
-        "pages": engine.pool.blocks, "reading_steps": len(mixing),
+        "pages": engine.pool.num_blocks, "reading_steps": len(mixing),
         "reading_ms": statistics.median(mixing or [0.0]) * 1e3,
         "longest_ms": [round(seconds * 1e3, 1) for seconds in sorted(mixing)[:-6:-1]],
     }  # fmt: skip

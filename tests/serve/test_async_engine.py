@@ -78,7 +78,7 @@ def test_a_refused_request_fails_only_for_its_caller(live: AsyncEngine) -> None:
 def _free(live: AsyncEngine) -> bool:
     """Wait briefly until all blocks are free: the engine's thread runs on its own."""
     for _ in range(500):
-        if not live.engine.busy and live.engine.pool.free == live.engine.pool.blocks:
+        if not live.engine.busy and live.engine.pool.num_free_blocks == live.engine.pool.num_blocks:
             return True
         time.sleep(0.02)
     return False

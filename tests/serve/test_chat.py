@@ -59,7 +59,7 @@ def test_the_second_turn_computes_only_new_tokens(talk: Conversation) -> None:
     assert (
         talk.turns[1].cached_tokens >= num_tokens - 8 and talk.turns[1].prompt_tokens > num_tokens
     )  # all but one block
-    assert talk.engine.pool.free == talk.engine.pool.blocks
+    assert talk.engine.pool.num_free_blocks == talk.engine.pool.num_blocks
 
 
 def test_answers_match_the_engine(talk: Conversation) -> None:
@@ -94,7 +94,7 @@ def test_a_stopped_answer_is_kept_and_leaves_nothing_behind(talk: Conversation) 
         chunks.append(chunk)
     assert talk.turns[-1].reason == "abort" and 3 <= talk.turns[-1].tokens < 12
     assert talk.messages[-1]["content"] == "".join(chunks)
-    assert talk.engine.pool.free == talk.engine.pool.blocks and not talk.engine.busy
+    assert talk.engine.pool.num_free_blocks == talk.engine.pool.num_blocks and not talk.engine.busy
     coming = talk.answer("the dog")
     next(coming)
     coming.close()  # the reader may leave

@@ -59,8 +59,8 @@ def run(engine: Engine) -> None:
     while engine.busy:
         engine.step()
         pool = engine.pool
-        assert pool.free + sum(count > 0 for count in pool.references) == pool.blocks
-    assert engine.pool.free == engine.pool.blocks
+        assert pool.num_free_blocks + sum(count > 0 for count in pool.references) == pool.num_blocks
+    assert engine.pool.num_free_blocks == engine.pool.num_blocks
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -238,7 +238,7 @@ def test_samples_of_one_prompt_differ_and_share_its_blocks(llama: tuple[PreTrain
         engine._read(engine.runner.launch(step))
     assert len({tuple(request.output) for request in requests}) == 4
     assert computed < 2 * len(text) + 4 * 12
-    assert engine.pool.free == engine.pool.blocks
+    assert engine.pool.num_free_blocks == engine.pool.num_blocks
 
 
 def test_generate_with_texts_and_a_stop_string(llama: tuple[PreTrainedModel, Any]) -> None:
@@ -342,7 +342,7 @@ def test_settings_are_a_config_or_its_fields() -> None:
     config = EngineConfig(max_model_len=96, kv_cache=KVCacheConfig(block_size=4, kv_cache_bytes=10**7))
     assert EngineConfig.from_fields(**SMALL) == config
     engine = Engine(Model(BUILDS["llama"]()), config)
-    assert engine.pool.size == 4 and engine.max_model_len == 96
+    assert engine.pool.block_size == 4 and engine.max_model_len == 96
     with pytest.raises(TypeError, match="not both"):
         Engine(Model(BUILDS["llama"]()), config, block_size=4)
     with pytest.raises(TypeError, match="did you mean 'max_num_seqs'"):

@@ -151,7 +151,7 @@ def test_heads_that_keep_little(llama: PreTrainedModel, kind: str) -> None:
     assert sum(a[:4] == b[:4] for a, b in zip(actual, expected, strict=True)) >= (2 if kind == INT4 else 3)
     assert isinstance(engine.scheduler.cache_manager, PerHeadCacheManager)
     engine.scheduler.cache_manager.drop_sessions()
-    assert engine.pool.free == engine.pool.blocks
+    assert engine.pool.num_free_blocks == engine.pool.num_blocks
 
 
 def answers_without_a_check(engine: Engine, texts: list[list[int]]) -> list[list[int]]:
@@ -216,8 +216,11 @@ def test_more_tokens_fit(llama: PreTrainedModel) -> None:
     assert nbytes[None] == 3 * 2 * 4 * 2 * 64 * 4
     assert nbytes[INT8] == nbytes[FP8] == nbytes[None] * 68 // 256 and nbytes[INT4] == nbytes[None] * 36 // 256
     memory = {"kv_cache_bytes": nbytes[None] * 10, "max_model_len": 128}
-    assert engine_of(wide(), None, **memory).pool.blocks == 10
-    assert engine_of(wide(), INT8, **memory).pool.blocks == 37 and engine_of(wide(), INT4, **memory).pool.blocks == 71
+    assert engine_of(wide(), None, **memory).pool.num_blocks == 10
+    assert (
+        engine_of(wide(), INT8, **memory).pool.num_blocks == 37
+        and engine_of(wide(), INT4, **memory).pool.num_blocks == 71
+    )
 
 
 def test_the_artifacts_kv_dtype_is_the_default(caplog: pytest.LogCaptureFixture) -> None:

@@ -23,8 +23,8 @@ def request(prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), seed: 
     return Request(RequestId("a"), list(prompt), SamplingParams(**more), 10**6, seed=seed, tokens=[*prompt, *output])
 
 
-def token(logits: Tensor, asked: Request, ends: tuple[int, ...] = ()) -> int:
-    return int(sample(logits[None], [asked], ends).tokens[0])
+def token(logits: Tensor, asked: Request, eos_token_ids: tuple[int, ...] = ()) -> int:
+    return int(sample(logits[None], [asked], eos_token_ids).tokens[0])
 
 
 def allowed(logits: list[float], sampling: SamplingParams) -> dict[int, float]:
@@ -118,9 +118,9 @@ def test_logit_bias_and_penalties() -> None:
 
 def test_eos_is_banned_before_min_tokens() -> None:
     logits = torch.tensor([3.0, 2.0, 1.0])
-    assert token(logits, request(temperature=0, min_tokens=1), ends=(0,)) == 1
-    assert token(logits, request(temperature=0, min_tokens=1, stop_token_ids=(1,)), ends=(0,)) == 2
-    assert token(logits, request(temperature=0, min_tokens=1, output=(2,)), ends=(0,)) == 0
+    assert token(logits, request(temperature=0, min_tokens=1), eos_token_ids=(0,)) == 1
+    assert token(logits, request(temperature=0, min_tokens=1, stop_token_ids=(1,)), eos_token_ids=(0,)) == 2
+    assert token(logits, request(temperature=0, min_tokens=1, output=(2,)), eos_token_ids=(0,)) == 0
 
 
 def test_logprobs_use_the_unmodified_logits() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smelt.errors import RequestError
-from smelt.serve.engine.blocks import BlockPool, extend_digests, root_digest
+from smelt.serve.engine.blocks import BlockPool, extend_block_hashes, root_hash
 from smelt.serve.engine.kv_cache_manager import PagedCacheManager
 from smelt.serve.engine.request import Request, RequestId, RequestStatus
 from smelt.serve.engine.sampling_params import SamplingParams
@@ -26,7 +26,7 @@ def check(scheduler: Scheduler) -> None:
     pool = scheduler.cache_manager.pool
     references = Counter(block for member in scheduler.running for block in member.blocks)
     assert {block: count for block, count in enumerate(pool.references) if count} == dict(references)
-    assert pool.free + len(references) == pool.blocks
+    assert pool.num_free_blocks + len(references) == pool.num_blocks
     for member in scheduler.running:
         assert member.state is RequestStatus.RUNNING and len(member.blocks) >= pool.blocks_for(
             member.num_computed_tokens
@@ -40,7 +40,7 @@ def check(scheduler: Scheduler) -> None:
     for block in shared:  # only full blocks are shared
         for member in scheduler.running:
             if block in member.blocks:
-                assert (member.blocks.index(block) + 1) * pool.size <= member.num_computed_tokens
+                assert (member.blocks.index(block) + 1) * pool.block_size <= member.num_computed_tokens
 
 
 class Clerk:
@@ -96,7 +96,7 @@ def test_random_requests(
     ahead: int,
 ) -> None:
     rng = random.Random(seed)
-    pool = BlockPool(blocks, size, prefix_cache=prefix)
+    pool = BlockPool(blocks, size, enable_prefix_caching=prefix)
     scheduler = Scheduler(
         PagedCacheManager(pool),
         max_num_batched_tokens=max_num_batched_tokens,
@@ -120,7 +120,7 @@ def test_random_requests(
         if not clerk.turn() and turn >= 40:
             break
     assert all(member.state is RequestStatus.FINISHED for member in requests)
-    assert pool.free == blocks and not any(pool.references)
+    assert pool.num_free_blocks == blocks and not any(pool.references)
     for member in requests:
         expected = list(member.prompt)
         while len(expected) < len(member.tokens):
@@ -160,7 +160,7 @@ def test_first_come_first_served() -> None:
 
 
 def test_a_large_request_is_not_overtaken() -> None:
-    pool = BlockPool(10, 4, prefix_cache=False)
+    pool = BlockPool(10, 4, enable_prefix_caching=False)
     scheduler = Scheduler(PagedCacheManager(pool), max_num_batched_tokens=64, max_num_seqs=8, watermark=0)
     holder, large, small = request(0, [1] * 20, 12), request(1, [2] * 32, 4), request(2, [3], 2)
     for member in (holder, large, small):
@@ -171,7 +171,7 @@ def test_a_large_request_is_not_overtaken() -> None:
 
 def test_a_lower_priority_number_runs_first_and_is_preempted_last() -> None:
     scheduler = Scheduler(
-        PagedCacheManager(BlockPool(8, 4, prefix_cache=False)), max_num_batched_tokens=64, max_num_seqs=1
+        PagedCacheManager(BlockPool(8, 4, enable_prefix_caching=False)), max_num_batched_tokens=64, max_num_seqs=1
     )
     late = request(1, [2] * 4, 4, priority=-1)
     scheduler.add(request(0, [1] * 4, 4))
@@ -181,7 +181,10 @@ def test_a_lower_priority_number_runs_first_and_is_preempted_last() -> None:
 
 def test_preemption_takes_the_last_request_and_keeps_its_tokens() -> None:
     scheduler = Scheduler(
-        PagedCacheManager(BlockPool(4, 2, prefix_cache=False)), max_num_batched_tokens=64, max_num_seqs=4, watermark=0
+        PagedCacheManager(BlockPool(4, 2, enable_prefix_caching=False)),
+        max_num_batched_tokens=64,
+        max_num_seqs=4,
+        watermark=0,
     )
     first, second = request(0, [1, 2, 3], 5), request(1, [4, 5, 6], 5)
     for member in (first, second):
@@ -196,7 +199,7 @@ def test_blocks_for_the_answer_are_reserved_after_a_long_prefill() -> None:
     twice; two short prompts, which are cheap to recompute, run at once and one is preempted.
     """
     scheduler = Scheduler(
-        PagedCacheManager(BlockPool(68, 2, prefix_cache=False)), max_num_batched_tokens=256, max_num_seqs=4
+        PagedCacheManager(BlockPool(68, 2, enable_prefix_caching=False)), max_num_batched_tokens=256, max_num_seqs=4
     )
     long = [request(name, [name] * 64, 6) for name in range(2)]
     for item in long:
@@ -204,13 +207,16 @@ def test_blocks_for_the_answer_are_reserved_after_a_long_prefill() -> None:
     steps = steps_of(scheduler)
     assert [item.preemptions for item in long] == [0, 0] and max(len(step.chunks) for step in steps) == 1
     enough = Scheduler(
-        PagedCacheManager(BlockPool(71, 2, prefix_cache=False)), max_num_batched_tokens=256, max_num_seqs=4
+        PagedCacheManager(BlockPool(71, 2, enable_prefix_caching=False)), max_num_batched_tokens=256, max_num_seqs=4
     )
     for name in range(2):
         enough.add(request(name, [name] * 64, 6))
     assert len(enough.schedule().chunks) == 2  # 32 + 3 for each, and one spare
     scheduler = Scheduler(
-        PagedCacheManager(BlockPool(12, 2, prefix_cache=False)), max_num_batched_tokens=64, max_num_seqs=4, watermark=0
+        PagedCacheManager(BlockPool(12, 2, enable_prefix_caching=False)),
+        max_num_batched_tokens=64,
+        max_num_seqs=4,
+        watermark=0,
     )
     short = [request(name, [name] * 6, 12) for name in range(2)]
     for item in short:
@@ -240,7 +246,7 @@ def test_a_cached_prefix_never_covers_the_full_prompt() -> None:
 
 
 def test_the_prefix_cache_can_be_disabled() -> None:
-    scheduler = Scheduler(PagedCacheManager(BlockPool(100, 4, prefix_cache=False)))
+    scheduler = Scheduler(PagedCacheManager(BlockPool(100, 4, enable_prefix_caching=False)))
     for index in range(2):
         submitted = request(index, list(range(20)), 2)
         scheduler.add(submitted)
@@ -249,7 +255,7 @@ def test_the_prefix_cache_can_be_disabled() -> None:
 
 
 def test_samples_share_the_blocks_of_their_prompt_without_a_prefix_cache() -> None:
-    pool = BlockPool(100, 4, prefix_cache=False)
+    pool = BlockPool(100, 4, enable_prefix_caching=False)
     scheduler = Scheduler(PagedCacheManager(pool))
     parent = request(0, list(range(10)), 4)
     child = request(1, list(range(10)), 4, parent=parent)
@@ -259,36 +265,36 @@ def test_samples_share_the_blocks_of_their_prompt_without_a_prefix_cache() -> No
     clerk.turn()
     clerk.turn()
     assert child.blocks[:2] == parent.blocks[:2] and child.blocks[2] != parent.blocks[2]
-    assert pool.blocks - pool.free == 4
+    assert pool.num_blocks - pool.num_free_blocks == 4
 
 
 def test_least_recently_freed_blocks_are_evicted_first_and_tails_before_heads() -> None:
     pool = BlockPool(4, 2)
-    text = pool.take(3)
+    text = pool.allocate(3)
     for index, block in enumerate(text):
-        pool.register(block, bytes([index]))
+        pool.cache_block(block, bytes([index]))
     pool.release(text)
-    pool.take(2)  # the never used block, then the tail
-    assert pool.find([bytes([0]), bytes([1]), bytes([2])]) == text[:2]
+    pool.allocate(2)  # the never used block, then the tail
+    assert pool.find_prefix([bytes([0]), bytes([1]), bytes([2])]) == text[:2]
 
 
 def test_double_free_and_over_allocation_are_errors() -> None:
     pool = BlockPool(2, 4)
-    taken = pool.take(1)
+    taken = pool.allocate(1)
     pool.release(taken)
     with pytest.raises(RuntimeError, match="twice"):
         pool.release(taken)
     with pytest.raises(RuntimeError, match="free"):
-        pool.take(3)
+        pool.allocate(3)
 
 
 def test_block_hashes_depend_on_the_prefix_salt_and_adapter() -> None:
-    base = extend_digests([1, 2, 3, 4, 5], 2, [], root_digest(b"", None))
+    base = extend_block_hashes([1, 2, 3, 4, 5], 2, [], root_hash(b"", None))
     assert len(base) == 2
-    assert extend_digests([9, 2, 3, 4], 2, [], root_digest(b"", None))[1] != base[1]
-    assert extend_digests([1, 2], 2, [], root_digest(b"a", None))[0] != base[0]
-    assert extend_digests([1, 2], 2, [], root_digest(b"", "a"))[0] != base[0]
-    assert root_digest(b"a", "b") != root_digest(b"ab", "")
+    assert extend_block_hashes([9, 2, 3, 4], 2, [], root_hash(b"", None))[1] != base[1]
+    assert extend_block_hashes([1, 2], 2, [], root_hash(b"a", None))[0] != base[0]
+    assert extend_block_hashes([1, 2], 2, [], root_hash(b"", "a"))[0] != base[0]
+    assert root_hash(b"a", "b") != root_hash(b"ab", "")
 
 
 def test_a_full_queue_and_a_prompt_larger_than_the_cache_are_refused() -> None:

@@ -44,8 +44,8 @@ def selecting(
     engine = Engine(Model(copy.deepcopy(network).to(device)), **{**SMALL, **more})
     runner = SparseRunner(
         engine.model,
-        num_blocks=engine.pool.blocks,
-        block_size=engine.pool.size,
+        num_blocks=engine.pool.num_blocks,
+        block_size=engine.pool.block_size,
         max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
         max_num_seqs=engine.scheduler.max_num_seqs,
         max_model_len=engine.max_model_len,
@@ -278,7 +278,7 @@ def test_an_engine_takes_a_selection_config() -> None:
         kv_cache_bytes=10**7,
         page_selection={"page_size": 4, "token_budget": 96},
     )
-    assert engine.pool.size == 4 and isinstance(engine.runner, SparseRunner) and engine.runner.host is None
+    assert engine.pool.block_size == 4 and isinstance(engine.runner, SparseRunner) and engine.runner.host is None
     plain = Engine(Model(BUILDS["llama"]()), block_size=4, max_model_len=96, kv_cache_bytes=10**7)
     texts = [[5, 6, 7, 8] * 9, [9, 10, 11]]
     sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)

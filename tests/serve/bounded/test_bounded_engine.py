@@ -78,9 +78,9 @@ def run(engine: Engine) -> None:
         engine.step()
         check(engine)
     state = engine.state()
-    assert state["blocks_used"] == 0 and state["blocks_carried"] + engine.pool.free == engine.pool.blocks
+    assert state["blocks_used"] == 0 and state["blocks_carried"] + engine.pool.num_free_blocks == engine.pool.num_blocks
     memory_of(engine).drop_sessions()
-    assert engine.pool.free == engine.pool.blocks and not any(engine.pool.references)
+    assert engine.pool.num_free_blocks == engine.pool.num_blocks and not any(engine.pool.references)
 
 
 def check(engine: Engine) -> None:
@@ -341,7 +341,7 @@ def test_an_aborted_request_frees_everything() -> None:
         for _ in range(steps):
             engine.step()
         engine.abort(request)
-        assert engine.pool.free == engine.pool.blocks and request.cache_state is None
+        assert engine.pool.num_free_blocks == engine.pool.num_blocks and request.cache_state is None
 
 
 def test_adapters_use_the_bounded_cache_too(llama: PreTrainedModel, tmp_path: Path) -> None:

@@ -72,13 +72,13 @@ def run(engine: Engine) -> None:
     assert engine.state()["blocks_used"] == 0
     if isinstance(memory, PerHeadCacheManager):
         memory.drop_sessions()
-    assert engine.pool.free == engine.pool.blocks
+    assert engine.pool.num_free_blocks == engine.pool.num_blocks
 
 
 def check(engine: Engine) -> None:
     """Assert that pages match the accounting block for block, and none has two owners."""
     pool = engine.pool
-    assert pool.free + sum(count > 0 for count in pool.references) == pool.blocks
+    assert pool.num_free_blocks + sum(count > 0 for count in pool.references) == pool.num_blocks
     for request in engine.scheduler.running:
         if request.cache_state is not None:
             assert len(request.blocks) == len(set(request.cache_state.entries)) == len(request.cache_state.entries)
@@ -89,7 +89,7 @@ def check(engine: Engine) -> None:
         used_pages = {page for request in engine.scheduler.running for page in request.blocks}
         state = engine.state()
         assert state["blocks_used"] == len(used_pages)
-        assert state["blocks_used"] + state["blocks_carried"] + pool.free == pool.blocks
+        assert state["blocks_used"] + state["blocks_carried"] + pool.num_free_blocks == pool.num_blocks
 
 
 def answers(engine: Engine, texts: list[list[int]], sampling: SamplingParams = GREEDY) -> list[list[int]]:
@@ -102,7 +102,7 @@ def test_warmup_leaves_no_trace() -> None:
     engine = Engine(model_of("llama"), **SMALL, kv_profile=retention(0.3))
     before = engine.state()
     engine.warmup([60, 9])
-    assert engine.state() == before and engine.pool.free == engine.pool.blocks
+    assert engine.state() == before and engine.pool.num_free_blocks == engine.pool.num_blocks
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt"])

@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # a server imports this file before transformers
     from transformers import PreTrainedTokenizerBase
 
 INCOMPLETE = "\ufffd"
-SPELLED = 3  # tokens at most that spell the beginning of a character: it has four bytes
-WINDOW = 6  # tokens before the new ones that are decoded with them, at least
+MAX_PARTIAL_TOKENS = 3  # tokens that spell the beginning of a character: it has at most four bytes
+MIN_WINDOW = 6  # tokens before the new ones that are decoded with them
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Detokenizer:
         include_stop: bool = False,
     ) -> None:  # fmt: skip
         self.tokenizer, self.stop, self.include_stop = tokenizer, tuple(stop), include_stop
-        self._tokens = self._after_a_character(prompt[-WINDOW:])
-        self._shown = len(self._tokens)  # tokens whose text is in `_held` or was returned
-        self._begins = deque([0])  # where pieces began, each with a character; the window begins at the first
-        self._held = ""
+        self._tokens = self._drop_partial_character(prompt[-MIN_WINDOW:])
+        self._num_decoded = len(self._tokens)  # tokens whose text is in `_pending` or was returned already
+        self._segment_starts = deque([0])  # token indices at which a character begins; the window begins at the first
+        self._pending = ""  # text held back: it may begin a stop string
         self.stopped: str | None = None  # the stop string that was found
 
     def update(self, tokens: Sequence[int], reason: str = "", sample: int = 0) -> TextDelta:
@@ -68,43 +68,46 @@ class Detokenizer:
         if self.stopped is not None:
             return ""
         self._tokens += tokens
-        self._held += self._decoded(final=False)
-        return self._released(final=False)
+        self._pending += self._decode_new(final=False)
+        return self._release(final=False)
 
     def finish(self) -> str:
         """Return what was held back."""
         if self.stopped is not None:
             return ""
-        self._held += self._decoded(final=True)
-        return self._released(final=True)
+        self._pending += self._decode_new(final=True)
+        return self._release(final=True)
 
-    def _decoded(self, final: bool) -> str:
-        while len(self._begins) > 1 and self._begins[1] <= self._shown - WINDOW:
-            self._begins.popleft()
-        start = self._begins[0]
-        before = self._decode(self._tokens[start : self._shown])
+    def _decode_new(self, final: bool) -> str:
+        """Return the text of tokens that were not decoded yet, up to an incomplete character."""
+        while len(self._segment_starts) > 1 and self._segment_starts[1] <= self._num_decoded - MIN_WINDOW:
+            self._segment_starts.popleft()
+        start = self._segment_starts[0]
+        before = self._decode(self._tokens[start : self._num_decoded])
         text = self._decode(self._tokens[start:])
         end = len(self._tokens)
         if text.endswith(INCOMPLETE) and not final:
-            end, text = self._certain(start, before, text)
-        if end > self._shown:
-            self._begins.append(self._shown)
-        self._shown = end
+            end, text = self._complete_prefix(start, before, text)
+        if end > self._num_decoded:
+            self._segment_starts.append(self._num_decoded)
+        self._num_decoded = end
         return text[len(before) :]
 
-    def _certain(self, start: int, before: str, whole: str) -> tuple[int, str]:
-        """Return how many tokens spell complete characters, and their text. Bytes that begin no character are shown
-        once more tokens came than a character has bytes."""
-        first = max(self._shown, len(self._tokens) - SPELLED)
+    def _complete_prefix(self, start: int, before: str, full_text: str) -> tuple[int, str]:
+        """Return how many tokens spell complete characters, and their text. Bytes that begin no character are decoded
+        once there are more tokens than a character has bytes."""
+        first = max(self._num_decoded, len(self._tokens) - MAX_PARTIAL_TOKENS)
         for end in range(len(self._tokens) - 1, first - 1, -1):
             text = self._decode(self._tokens[start:end])
             if not text.endswith(INCOMPLETE):
                 return end, text
-        return (first, text) if first < len(self._tokens) and whole.startswith(text) else (self._shown, before)
+        return (
+            (first, text) if first < len(self._tokens) and full_text.startswith(text) else (self._num_decoded, before)
+        )
 
-    def _after_a_character(self, tokens: Sequence[int]) -> list[int]:
-        """Drop the rest of a character at the beginning."""
-        for skipped in range(SPELLED + 1):
+    def _drop_partial_character(self, tokens: Sequence[int]) -> list[int]:
+        """Drop tokens at the beginning that spell the rest of a character."""
+        for skipped in range(MAX_PARTIAL_TOKENS + 1):
             if not self._decode(list(tokens[skipped:])).startswith(INCOMPLETE):
                 return list(tokens[skipped:])
         return list(tokens)
@@ -112,22 +115,26 @@ class Detokenizer:
     def _decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def _released(self, final: bool) -> str:
-        ends = [(position, text) for text in self.stop if (position := self._held.find(text)) >= 0]
+    def _release(self, final: bool) -> str:
+        """Return the pending text up to a stop string, or up to what may become one."""
+        ends = [(position, text) for text in self.stop if (position := self._pending.find(text)) >= 0]
         if ends:
             position, self.stopped = min(ends)
-            released, self._held = self._held[:position], ""
+            released, self._pending = self._pending[:position], ""
             return released
-        num_held = 0 if final else self._possible_stop()
-        released, self._held = self._held[: len(self._held) - num_held], self._held[len(self._held) - num_held :]
+        num_pending = 0 if final else self._possible_stop_length()
+        released, self._pending = (
+            self._pending[: len(self._pending) - num_pending],
+            self._pending[len(self._pending) - num_pending :],
+        )
         return released
 
-    def _possible_stop(self) -> int:
-        """Return how many of the last characters may begin a stop string."""
+    def _possible_stop_length(self) -> int:
+        """Return how many of the last characters may be the beginning of a stop string."""
         lengths = (
             length
             for text in self.stop
-            for length in range(min(len(text) - 1, len(self._held)), 0, -1)
-            if self._held.endswith(text[:length])
+            for length in range(min(len(text) - 1, len(self._pending)), 0, -1)
+            if self._pending.endswith(text[:length])
         )
         return max(lengths, default=0)

@@ -215,7 +215,7 @@ class Engine:
                 continue
             self.scheduler.on_token(request, token)
             if request.matcher is not None:
-                request.matcher.take(token)
+                request.matcher.accept_token(token)
             num_logprobs = request.sampling.logprobs
             logprobs = None if num_logprobs is None else output.logprobs(row, num_logprobs)
             reason = self._finish_reason(request, token)
@@ -231,7 +231,7 @@ class Engine:
         stops = token in sampling.stop_token_ids or (token in self.runner.eos_token_ids and not sampling.ignore_eos)
         if stops and count >= sampling.min_tokens:
             return "stop"
-        if request.matcher is not None and request.matcher.ended:
+        if request.matcher is not None and request.matcher.is_terminated:
             return "stop"
         return "length" if len(request.tokens) >= request.limit else ""
 

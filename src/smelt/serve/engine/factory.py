@@ -131,7 +131,7 @@ def _paged(resolved: _ResolvedConfig) -> tuple[Scheduler, Runner]:
     device = torch.device(config.device) if ranks > 1 else model.device
     bytes_per_block = -(-block_bytes(model.anatomy, resolved.block_size, model.network.dtype, dtype) // ranks)
     num_blocks = resolved.num_blocks(bytes_per_block, config.max_num_seqs * resolved.blocks_per_request, device)
-    pool = BlockPool(num_blocks, resolved.block_size, prefix_cache=resolved.cache.prefix_cache)
+    pool = BlockPool(num_blocks, resolved.block_size, enable_prefix_caching=resolved.cache.prefix_cache)
     return resolved.scheduler(PagedCacheManager(pool)), paged_runner(resolved, num_blocks)
 
 
@@ -169,7 +169,7 @@ def _sparse(resolved: _ResolvedConfig, selection: SparseAttentionConfig) -> tupl
     device = model.device if offload is None else torch.device("cpu")
     bytes_per_block = block_bytes(model.anatomy, resolved.block_size, model.network.dtype, dtype)
     num_blocks = resolved.num_blocks(bytes_per_block, config.max_num_seqs * resolved.blocks_per_request, device)
-    pool = BlockPool(num_blocks, resolved.block_size, prefix_cache=resolved.cache.prefix_cache)
+    pool = BlockPool(num_blocks, resolved.block_size, enable_prefix_caching=resolved.cache.prefix_cache)
     runner = SparseRunner(
         model, num_blocks=num_blocks, block_size=resolved.block_size, max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=resolved.max_model_len, selection=selection,
@@ -193,7 +193,7 @@ def _bounded(resolved: _ResolvedConfig, bound: BoundedCacheConfig) -> tuple[Sche
             f"{size.capacity:,}, which takes {blocks_per_request * bytes_per_block:,} bytes; "
             "give more memory, or a smaller cap."
         )
-    pool = BlockPool(num_blocks, resolved.block_size, prefix_cache=False)
+    pool = BlockPool(num_blocks, resolved.block_size, enable_prefix_caching=False)
     empty = partial(BoundedCacheState.empty, size.capacity, model.device)
     cache_manager = BoundedCacheManager(pool, size, empty, reuse=resolved.cache.prefix_cache)
     tokens = resolved.chunk_size + config.max_num_seqs
@@ -214,7 +214,7 @@ def _per_head(resolved: _ResolvedConfig, policy: EvictionPolicy) -> tuple[Schedu
     staging = staging_pages(policy, tokens, resolved.chunk_size)
     max_pages = config.max_num_seqs * len(policy.budgets) * pages_per_cluster
     num_pages = resolved.num_blocks(bytes_per_page, max_pages, model.device, reserved_bytes=staging * bytes_per_page)
-    pool = BlockPool(num_pages, resolved.block_size, prefix_cache=False)
+    pool = BlockPool(num_pages, resolved.block_size, enable_prefix_caching=False)
     cache_manager = PerHeadCacheManager(pool, policy, pages_per_cluster, reuse=resolved.cache.prefix_cache)
     cache = PerHeadCache.empty(
         policy.clusters, head_dim, num_pages=num_pages, num_staging_pages=staging, block_size=resolved.block_size,

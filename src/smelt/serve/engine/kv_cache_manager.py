@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from smelt.serve.engine.blocks import BlockPool, extend_digests, root_digest
+from smelt.serve.engine.blocks import BlockPool, extend_block_hashes, root_hash
 from smelt.serve.engine.request import Request, RequestStatus
 
 
@@ -36,7 +36,7 @@ class KVCacheManager(ABC):
 
     def can_allocate(self, blocks: int) -> bool:
         """Return whether `blocks` can be allocated now."""
-        return blocks <= self.pool.free
+        return blocks <= self.pool.num_free_blocks
 
     def schedulable_tokens(self, request: Request, budget: int, chunk_size: int) -> int:
         """Return how many tokens of a request the next step computes; 0 if a complete chunk exceeds the budget."""
@@ -56,16 +56,18 @@ class KVCacheManager(ABC):
         low, high = 0, request.limit
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.blocks_needed(request, middle) <= self.pool.blocks else (low, middle - 1)
+            low, high = (
+                (middle, high) if self.blocks_needed(request, middle) <= self.pool.num_blocks else (low, middle - 1)
+            )
         return low
 
     def max_request_tokens(self, max_model_len: int) -> int:
         """Return the tokens of the longest possible request within `max_model_len`."""
-        return min(max_model_len, self.pool.blocks * self.pool.size)
+        return min(max_model_len, self.pool.num_blocks * self.pool.block_size)
 
     def state(self) -> dict[str, int]:
         """Return metrics."""
-        return {"blocks": self.pool.blocks, "blocks_used": self.pool.blocks - self.pool.free}
+        return {"blocks": self.pool.num_blocks, "blocks_used": self.pool.num_blocks - self.pool.num_free_blocks}
 
 
 class PagedCacheManager(KVCacheManager):
@@ -78,46 +80,46 @@ class PagedCacheManager(KVCacheManager):
         return self.pool.blocks_for(tokens)
 
     def admit(self, request: Request, reserved: int) -> bool:
-        shared = self._shared(request)
-        needed = self.pool.blocks_for(request.num_expected_tokens) - len(shared) + self.pool.free_among(shared)
-        if needed + reserved > self.pool.free:
+        shared = self._cached_prefix(request)
+        needed = self.pool.blocks_for(request.num_expected_tokens) - len(shared) + self.pool.num_free_among(shared)
+        if needed + reserved > self.pool.num_free_blocks:
             return False
         self.pool.share(shared)
-        request.blocks, request.num_computed_tokens = list(shared), len(shared) * self.pool.size
+        request.blocks, request.num_computed_tokens = list(shared), len(shared) * self.pool.block_size
         request.registered = len(shared)
         return True
 
     def allocate(self, request: Request, tokens: int) -> None:
-        request.blocks += self.pool.take(self.pool.blocks_for(tokens) - len(request.blocks))
+        request.blocks += self.pool.allocate(self.pool.blocks_for(tokens) - len(request.blocks))
 
     def commit(self, request: Request) -> None:
         """Add blocks that are full now to the prefix cache."""
-        if not self.pool.prefix_cache or request.state is not RequestStatus.RUNNING:
+        if not self.pool.enable_prefix_caching or request.state is not RequestStatus.RUNNING:
             return
-        full = min(request.num_computed_tokens, len(request.tokens)) // self.pool.size
+        full = min(request.num_computed_tokens, len(request.tokens)) // self.pool.block_size
         if full > request.registered:
-            digests = self._chain(request)
+            block_hashes = self._block_hashes(request)
             for index in range(request.registered, full):
-                self.pool.register(request.blocks[index], digests[index])
+                self.pool.cache_block(request.blocks[index], block_hashes[index])
             request.registered = full
 
     def max_tokens_for(self, request: Request) -> int:
-        return min(request.limit, self.pool.blocks * self.pool.size)
+        return min(request.limit, self.pool.num_blocks * self.pool.block_size)
 
     def release(self, request: Request, reason: str) -> None:
         super().release(request, reason)
         request.registered = 0
 
-    def _shared(self, request: Request) -> list[int]:
+    def _cached_prefix(self, request: Request) -> list[int]:
         """Return cached blocks of a request's prefix. Its last token is always computed, for its logits."""
-        max_blocks = (len(request.tokens) - 1) // self.pool.size
-        blocks = self.pool.find(self._chain(request)[:max_blocks])
+        max_blocks = (len(request.tokens) - 1) // self.pool.block_size
+        blocks = self.pool.find_prefix(self._block_hashes(request)[:max_blocks])
         parent = request.parent
         if parent is not None and parent.state is RequestStatus.RUNNING and len(blocks) < max_blocks:
             blocks = parent.blocks[:max_blocks]
         return blocks
 
-    def _chain(self, request: Request) -> list[bytes]:
-        return extend_digests(
-            request.tokens, self.pool.size, request.digests, root_digest(request.salt, request.adapter)
+    def _block_hashes(self, request: Request) -> list[bytes]:
+        return extend_block_hashes(
+            request.tokens, self.pool.block_size, request.block_hashes, root_hash(request.salt, request.adapter)
         )

@@ -11,25 +11,25 @@ from smelt.models.model import Model
 from smelt.numerics.catalog import get_format
 from smelt.numerics.format import PER_ROW
 
-OWN = "model"  # the model's own dtype
-KV_CACHE_DTYPES = (OWN, *KV_QUANT_DTYPES)
-SAME = {"int8": INT8, "fp8-e4m3": FP8, "int4-asym": INT4}  # names of `smelt formats` with a paged kernel
+MODEL_DTYPE = "model"  # the model's own dtype
+KV_CACHE_DTYPES = (MODEL_DTYPE, *KV_QUANT_DTYPES)
+KV_DTYPE_OF_FORMAT = {"int8": INT8, "fp8-e4m3": FP8, "int4-asym": INT4}  # names of `smelt formats` with a paged kernel
 log = logging.getLogger("smelt.engine")
 
 
-def check_kv_cache_dtype(asked: str | None) -> None:
-    if asked is not None and asked not in KV_CACHE_DTYPES:
-        raise ConfigError(f"there is no KV cache dtype {asked!r}; there is {', '.join(KV_CACHE_DTYPES)}.")
+def check_kv_cache_dtype(requested: str | None) -> None:
+    if requested is not None and requested not in KV_CACHE_DTYPES:
+        raise ConfigError(f"there is no KV cache dtype {requested!r}; there is {', '.join(KV_CACHE_DTYPES)}.")
 
 
-def resolve_kv_cache_dtype(model: Model, asked: str | None) -> str | None:
+def resolve_kv_cache_dtype(model: Model, requested: str | None) -> str | None:
     """Return the requested dtype, else that of a model compressed for a quantized KV cache; None: the model's own."""
-    check_kv_cache_dtype(asked)
-    if asked is not None:
-        return None if asked == OWN else asked
+    check_kv_cache_dtype(requested)
+    if requested is not None:
+        return None if requested == MODEL_DTYPE else requested
     if model.kv is None:
         return None
-    dtype = _same(model.kv, max(part.head_dim for part in model.anatomy.parts if part.kind == "heads"))
+    dtype = _equivalent_dtype(model.kv, max(part.head_dim for part in model.anatomy.parts if part.kind == "heads"))
     if dtype is None:
         message = "%s was compressed for a KV cache in %s, which has no paged kernel; the model's own dtype is used."
         log.warning(message, model.source or "this model", model.kv)
@@ -41,10 +41,10 @@ def backend_suffix(dtype: str | None) -> str:
     return "" if dtype is None else f", {dtype} KV cache"
 
 
-def _same(kv: KVCacheFormat, width: int) -> str | None:
+def _equivalent_dtype(kv: KVCacheFormat, head_dim: int) -> str | None:
     """Return the row format that stores the same: one scale per head, nothing clipped."""
     if kv.values not in (None, kv.format) or kv.clip != 1:
         return None
     group_size = get_format(kv.format).group_size
-    one_scale = group_size == PER_ROW or group_size >= width
-    return SAME.get(kv.format.partition("/")[0].partition("@")[0]) if one_scale else None
+    one_scale = group_size == PER_ROW or group_size >= head_dim
+    return KV_DTYPE_OF_FORMAT.get(kv.format.partition("/")[0].partition("@")[0]) if one_scale else None

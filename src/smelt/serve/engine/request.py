@@ -52,8 +52,8 @@ class Request:
     num_inflight: int = 0  # tokens that the steps in flight will sample
     blocks: list[int] = field(default_factory=list)  # of the KV cache, in order
     cache_state: CacheState | None = None  # owned by the cache manager
-    digests: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were computed
-    registered: int = 0  # of its blocks: those that the prefix cache knows
+    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were computed
+    registered: int = 0  # how many of its blocks are in the prefix cache
     slot: int = -1  # its row in the runner's buffers
     num_cached_tokens: int = 0  # of the prompt: found in the prefix cache
     preemptions: int = 0

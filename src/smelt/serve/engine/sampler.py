@@ -39,28 +39,28 @@ class SamplerOutput:
 
 
 @torch.no_grad()
-def sample(logits: Tensor, requests: list[Request], ends: tuple[int, ...] = ()) -> SamplerOutput:
-    """Sample one token per row of logits [rows, vocabulary]. `ends` are the model's EOS tokens."""
+def sample(logits: Tensor, requests: list[Request], eos_token_ids: tuple[int, ...] = ()) -> SamplerOutput:
+    """Sample one token per row of logits [rows, vocabulary]. `eos_token_ids` are the model's EOS tokens."""
     raw = logits.float()
     processed = raw
-    if any(_changes(request) for request in requests):
+    if any(_needs_processing(request) for request in requests):
         processed = raw.clone()
         for row, request in enumerate(requests):
-            _change(processed[row], request, ends)
+            _process_logits(processed[row], request, eos_token_ids)
     if all(request.sampling.greedy for request in requests):
         tokens = processed.argmax(-1)
     else:
-        tokens = _sampled(processed, requests)
+        tokens = _sample_rows(processed, requests)
     return _with_logprobs(raw, tokens, requests)
 
 
-def _changes(request: Request) -> bool:
+def _needs_processing(request: Request) -> bool:
     sampling = request.sampling
     structured = request.matcher is not None
     return structured or sampling.penalized or bool(sampling.logit_bias) or len(request.output) < sampling.min_tokens
 
 
-def _change(logits: Tensor, request: Request, ends: tuple[int, ...]) -> None:
+def _process_logits(logits: Tensor, request: Request, eos_token_ids: tuple[int, ...]) -> None:
     """Apply biases, penalties, min_tokens and the grammar mask to logits [vocabulary] in place."""
     sampling, device = request.sampling, logits.device
     bias = {token: value for token, value in sampling.logit_bias.items() if token < len(logits)}
@@ -76,13 +76,13 @@ def _change(logits: Tensor, request: Request, ends: tuple[int, ...]) -> None:
         output_ids, counts = torch.tensor(request.output, device=device).unique(return_counts=True)
         logits[output_ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts
     if len(request.output) < sampling.min_tokens:
-        banned = [token for token in (*ends, *sampling.stop_token_ids) if token < len(logits)]
+        banned = [token for token in (*eos_token_ids, *sampling.stop_token_ids) if token < len(logits)]
         logits[torch.tensor(banned, device=device, dtype=torch.int64)] = -torch.inf
     if request.matcher is not None:
-        logits[~request.matcher.allowed().to(device)] = -torch.inf
+        logits[~request.matcher.token_mask().to(device)] = -torch.inf
 
 
-def _sampled(logits: Tensor, requests: list[Request]) -> Tensor:
+def _sample_rows(logits: Tensor, requests: list[Request]) -> Tensor:
     """Sample one token per row; rows with temperature 0 take the most likely token."""
     device = logits.device
 
@@ -103,9 +103,9 @@ def _sampled(logits: Tensor, requests: list[Request]) -> Tensor:
     kept[:, 0] = True
     sums = torch.where(kept, probabilities, 0.0).double().cumsum(-1)
     target = column([_uniform(request) for request in requests], torch.float64) * sums[:, -1:]
-    chosen = (sums <= target).sum(-1, keepdim=True).clamp(max=logits.shape[-1] - 1)
+    index = (sums <= target).sum(-1, keepdim=True).clamp(max=logits.shape[-1] - 1)
     last = kept.sum(-1, keepdim=True) - 1  # kept tokens come first: clamp a target that was rounded up
-    return order.gather(-1, torch.minimum(chosen, last))[:, 0]
+    return order.gather(-1, torch.minimum(index, last))[:, 0]
 
 
 def _uniform(request: Request) -> float:

@@ -10,25 +10,27 @@ from typing import Any
 
 from smelt.errors import RequestError
 
-MOST_LOGPROBS = 20
-MOST_STOPS = 16
-MOST_SAMPLES = 128
-MOST_BIASES = 1024
-FORMS = ("json", "schema", "regex", "grammar")
-LONGEST_FORM = 65_536  # characters
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_SAMPLES = 128
+MAX_LOGIT_BIASES = 1024
+STRUCTURED_OUTPUT_TYPES = ("json", "schema", "regex", "grammar")
+MAX_CONSTRAINT_CHARS = 65_536
 
 
 @dataclass(frozen=True)
 class StructuredOutputParams:
     """A constraint on the output: `json` (any object), `schema` (a JSON schema), `regex` or `grammar` (Lark's)."""
 
-    kind: str
+    type: str
     text: str = ""
 
     def __post_init__(self) -> None:
-        if self.kind not in FORMS:
-            raise RequestError(f"there is no structured output {self.kind!r}; there are {', '.join(FORMS)}.")
-        _within("the length of a structured output constraint", len(self.text), 0, LONGEST_FORM)
+        if self.type not in STRUCTURED_OUTPUT_TYPES:
+            raise RequestError(
+                f"there is no structured output {self.type!r}; there are {', '.join(STRUCTURED_OUTPUT_TYPES)}."
+            )
+        _check_range("the length of a structured output constraint", len(self.text), 0, MAX_CONSTRAINT_CHARS)
 
 
 @dataclass(frozen=True)
@@ -56,32 +58,32 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _within("max_tokens", self.max_tokens, 1, 2**31)
-        _within("min_tokens", self.min_tokens, 0, 2**31)
-        _within("temperature", self.temperature, 0, 100)
-        _within("top_k", self.top_k, 0, 2**31)
-        _within("top_p", self.top_p, 0, 1)
-        _within("min_p", self.min_p, 0, 1)
-        _within("presence_penalty", self.presence_penalty, -2, 2)
-        _within("frequency_penalty", self.frequency_penalty, -2, 2)
-        _within("repetition_penalty", self.repetition_penalty, 0.01, 100)
-        _within("n", self.n, 1, MOST_SAMPLES)
-        _within("the number of stop strings", len(self.stop), 0, MOST_STOPS)
-        _within("the number of stop tokens", len(self.stop_token_ids), 0, MOST_STOPS)
-        _within("the number of biases", len(self.logit_bias), 0, MOST_BIASES)
+            _check_range("max_tokens", self.max_tokens, 1, 2**31)
+        _check_range("min_tokens", self.min_tokens, 0, 2**31)
+        _check_range("temperature", self.temperature, 0, 100)
+        _check_range("top_k", self.top_k, 0, 2**31)
+        _check_range("top_p", self.top_p, 0, 1)
+        _check_range("min_p", self.min_p, 0, 1)
+        _check_range("presence_penalty", self.presence_penalty, -2, 2)
+        _check_range("frequency_penalty", self.frequency_penalty, -2, 2)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        _check_range("n", self.n, 1, MAX_SAMPLES)
+        _check_range("the number of stop strings", len(self.stop), 0, MAX_STOPS)
+        _check_range("the number of stop tokens", len(self.stop_token_ids), 0, MAX_STOPS)
+        _check_range("the number of biases", len(self.logit_bias), 0, MAX_LOGIT_BIASES)
         if self.seed is not None:
-            _within("seed", self.seed, -(2**63), 2**63 - 1)
+            _check_range("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
-            _within("logprobs", self.logprobs, 0, MOST_LOGPROBS)
+            _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.top_p == 0:
             raise RequestError("top_p must be above 0; for greedy sampling use temperature 0.")
         if any(not text for text in self.stop):
             raise RequestError("an empty stop string would end every request at once; leave it out.")
         for token in self.stop_token_ids:
-            _within("a stop token", token, 0, 2**31)
+            _check_range("a stop token", token, 0, 2**31)
         for token, value in self.logit_bias.items():
-            _within("a token of the bias", token, 0, 2**31)
-            _within("a bias", value, -100, 100)
+            _check_range("a token of the bias", token, 0, 2**31)
+            _check_range("a bias", value, -100, 100)
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> SamplingParams:
@@ -115,6 +117,6 @@ class SamplingParams:
         return self.greedy and not self.needs_history and not self.logit_bias and self.logprobs is None
 
 
-def _within(name: str, value: float, low: float, high: float) -> None:
+def _check_range(name: str, value: float, low: float, high: float) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value) or not low <= value <= high:
         raise RequestError(f"{name} is {value!r}; it must be between {low:g} and {high:g}.")

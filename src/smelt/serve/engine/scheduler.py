@@ -61,7 +61,7 @@ class Scheduler:
         self.prefill_chunk_size = prefill_chunk_size or max_num_batched_tokens
         self.max_queued = max_queued
         self.watermark_blocks = int(
-            watermark * cache_manager.pool.blocks
+            watermark * cache_manager.pool.num_blocks
         )  # free when a request is admitted while others run
         self.waiting: list[Request] = []
         self.running: list[Request] = []

@@ -17,31 +17,33 @@ if TYPE_CHECKING:  # a server imports this file before torch
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-LIMITS: dict[str, Any] = {
+PARSER_LIMITS: dict[str, Any] = {
     "max_grammar_size": 50_000,
     "initial_lexer_fuel": 500_000,
     "max_lexer_states": 50_000,
     "verbose_errors": False,
 }
 # A single layout: with flexible whitespace a model could write whitespace forever.
-LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-INSTALL = "structured output needs llguidance: pip install 'smelt[serve]'."
+JSON_LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+INSTALL_HINT = "structured output needs llguidance: pip install 'smelt[serve]'."
 
 
 class GrammarCompiler:
     """Compile constraints to matchers for one tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, ends: tuple[int, ...]) -> None:
-        self._hf_tokenizer, self._vocabulary, self._ends = tokenizer, vocab_size, ends
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        self._hf_tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
 
-    def matcher(self, form: StructuredOutputParams) -> GrammarMatcher:
+    def matcher(self, params: StructuredOutputParams) -> GrammarMatcher:
         """Return a matcher at the start of an answer; raise RequestError for an invalid constraint."""
         llguidance = _library()
-        limits = llguidance.LLParserLimits(**LIMITS)
-        inner = llguidance.LLMatcher(self._tokenizer, _grammar(form), log_level=0, limits=limits)
-        if inner.is_error():
-            raise RequestError(f"this {form.kind} cannot be followed: {_first_line(inner.get_error())}")
-        return GrammarMatcher(inner, self._vocabulary)
+        limits = llguidance.LLParserLimits(**PARSER_LIMITS)
+        matcher = llguidance.LLMatcher(self._tokenizer, _grammar(params), log_level=0, limits=limits)
+        if matcher.is_error():
+            raise RequestError(f"this {params.type} cannot be followed: {_first_line(matcher.get_error())}")
+        return GrammarMatcher(matcher, self._vocab_size)
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -49,65 +51,66 @@ class GrammarCompiler:
 
         try:
             return llguidance.hf.from_tokenizer(
-                self._hf_tokenizer, n_vocab=self._vocabulary, eos_token=list(self._ends) or None
+                self._hf_tokenizer, n_vocab=self._vocab_size, eos_token=list(self._eos_token_ids) or None
             )
         except ValueError as error:
             raise ModelError(f"structured output needs a fast tokenizer ({_first_line(str(error))}).") from error
 
 
-def check_structured_output(form: StructuredOutputParams) -> None:
+def check_structured_output(params: StructuredOutputParams) -> None:
     """Refuse an invalid constraint before anything is queued; needs no tokenizer."""
     llguidance = _library()
-    error = llguidance.LLMatcher.validate_grammar(_grammar(form), limits=llguidance.LLParserLimits(**LIMITS))
+    error = llguidance.LLMatcher.validate_grammar(_grammar(params), limits=llguidance.LLParserLimits(**PARSER_LIMITS))
     if error:
-        raise RequestError(f"this {form.kind} cannot be followed: {_first_line(error)}")
+        raise RequestError(f"this {params.type} cannot be followed: {_first_line(error)}")
 
 
 def _library() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise ModelError(INSTALL) from error
+        raise ModelError(INSTALL_HINT) from error
     return llguidance
 
 
 class GrammarMatcher:
     """Track one answer and the tokens allowed next."""
 
-    def __init__(self, inner: Any, vocab_size: int) -> None:
-        self._inner, self._vocabulary = inner, vocab_size
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
 
     def copy(self) -> GrammarMatcher:
-        return GrammarMatcher(self._inner.deep_copy(), self._vocabulary)
+        return GrammarMatcher(self._matcher.deep_copy(), self._vocab_size)
 
-    def allowed(self) -> Tensor:  # [vocabulary], bool
+    def token_mask(self) -> Tensor:  # [vocabulary], bool
+        """Return which tokens may come next."""
         import numpy as np
         import torch
 
-        bits = np.frombuffer(self._inner.compute_bitmask(), dtype=np.uint8)
-        return torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._vocabulary].astype(bool))
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        return torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool))
 
-    def take(self, token: int) -> None:
+    def accept_token(self, token: int) -> None:
         """Advance by the sampled token."""
-        self._inner.consume_token(token)
+        self._matcher.consume_token(token)
 
     @property
-    def ended(self) -> bool:
+    def is_terminated(self) -> bool:
         """Return whether the answer is complete, or the work of a step exceeded its limit."""
-        return bool(self._inner.is_stopped() or self._inner.is_error())
+        return bool(self._matcher.is_stopped() or self._matcher.is_error())
 
 
-def _grammar(form: StructuredOutputParams) -> str:
+def _grammar(params: StructuredOutputParams) -> str:
     from llguidance import LLMatcher
 
-    if form.kind == "regex":
-        return str(LLMatcher.grammar_from_regex(form.text))
-    if form.kind == "grammar":
-        return str(LLMatcher.grammar_from_lark(form.text))
-    text = '{"type": "object"}' if form.kind == "json" else form.text
+    if params.type == "regex":
+        return str(LLMatcher.grammar_from_regex(params.text))
+    if params.type == "grammar":
+        return str(LLMatcher.grammar_from_lark(params.text))
+    text = '{"type": "object"}' if params.type == "json" else params.text
     try:
         schema = json.loads(text)
-        return str(LLMatcher.grammar_from_json_schema(schema, overrides=LAYOUT))
+        return str(LLMatcher.grammar_from_json_schema(schema, overrides=JSON_LAYOUT))
     except (ValueError, TypeError, RecursionError) as error:
         raise RequestError(f"this is not a JSON schema ({_first_line(str(error))}).") from error
 

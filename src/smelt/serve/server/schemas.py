@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from smelt.serve.engine.sampling_params import MOST_BIASES, MOST_LOGPROBS, MOST_SAMPLES, MOST_STOPS
+from smelt.serve.engine.sampling_params import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOPS
 
 MOST_PROMPTS = 256
 MOST_MESSAGES = 2048
@@ -55,15 +55,15 @@ class GenerationRequest(StrictModel):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     seed: Annotated[int, Field(ge=-INT64, le=INT64)] | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
-    stop_token_ids: Annotated[list[Token], Field(max_length=MOST_STOPS)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOPS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     logit_bias: (
         Annotated[
             dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
-            Field(max_length=MOST_BIASES),
+            Field(max_length=MAX_LOGIT_BIASES),
         ]
         | None
     ) = None
@@ -78,7 +78,7 @@ class GenerationRequest(StrictModel):
 
 class CompletionRequest(GenerationRequest):
     prompt: Text | Tokens | Texts | TokenLists
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
 
 
@@ -96,7 +96,7 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 class EmbeddingRequest(StrictModel):

@@ -122,8 +122,8 @@ class EngineWorker:
             max_request_tokens=engine.max_request_tokens,
             vocab_size=engine.vocab_size,
             backend=engine.runner.backend,
-            blocks=engine.pool.blocks,
-            block_size=engine.pool.size,
+            blocks=engine.pool.num_blocks,
+            block_size=engine.pool.block_size,
             state=engine.state(),
         )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from smelt.kvcache.streaming.config import BoundedCacheSize
 from smelt.kvcache.streaming.novelty import NoveltyTracker
-from smelt.serve.engine.blocks import BlockPool, root_digest
+from smelt.serve.engine.blocks import BlockPool, root_hash
 from smelt.serve.engine.kv_cache_manager import KVCacheManager
 from smelt.serve.engine.request import CacheState, Request
 from smelt.serve.engine.session_cache import SessionCache
@@ -82,7 +82,7 @@ class BoundedCacheManager(KVCacheManager):
         return True
 
     def allocate(self, request: Request, tokens: int) -> None:
-        request.blocks += self.pool.take(self.blocks_needed(request, tokens) - len(request.blocks))
+        request.blocks += self.pool.allocate(self.blocks_needed(request, tokens) - len(request.blocks))
         state = bounded_state(request)
         self.copies += zip(state.source, request.blocks, strict=False)
         state.source = []
@@ -97,9 +97,9 @@ class BoundedCacheManager(KVCacheManager):
         return count if count <= budget else 0
 
     def can_allocate(self, blocks: int) -> bool:
-        if blocks > self.pool.free + self._session_blocks:
+        if blocks > self.pool.num_free_blocks + self._session_blocks:
             return False
-        while blocks > self.pool.free:
+        while blocks > self.pool.num_free_blocks:
             self._drop_session()
         return True
 
@@ -117,19 +117,19 @@ class BoundedCacheManager(KVCacheManager):
             self._drop_session()
 
     def state(self) -> dict[str, int]:
-        used = self.pool.blocks - self.pool.free - self._session_blocks
-        return {"blocks": self.pool.blocks, "blocks_used": used, "blocks_carried": self._session_blocks}
+        used = self.pool.num_blocks - self.pool.num_free_blocks - self._session_blocks
+        return {"blocks": self.pool.num_blocks, "blocks_used": used, "blocks_carried": self._session_blocks}
 
     def _find(self, request: Request) -> BoundedSession | None:
         if not self.reuse:
             return None
-        return self.sessions.find(root_digest(request.salt, request.adapter), request.tokens)
+        return self.sessions.find(root_hash(request.salt, request.adapter), request.tokens)
 
     def _keep_session(self, request: Request) -> None:
         """Hand the filled blocks over to the session cache."""
         count = self.pool.blocks_for(self.size.length(request.num_computed_tokens))
         session = BoundedSession(len(request.tokens), request.blocks[:count], bounded_state(request).trimmed())
-        if self.sessions.add(root_digest(request.salt, request.adapter), request.tokens, session):
+        if self.sessions.add(root_hash(request.salt, request.adapter), request.tokens, session):
             self._session_blocks += count
             request.blocks = request.blocks[count:]
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from smelt.kvcache.eviction.policy import ClusterCounts, EvictionPolicy, RequestRetention
-from smelt.serve.engine.blocks import BlockPool, root_digest
+from smelt.serve.engine.blocks import BlockPool, root_hash
 from smelt.serve.engine.kv_cache_manager import KVCacheManager
 from smelt.serve.engine.request import CacheState, Request, RequestStatus
 from smelt.serve.engine.session_cache import SessionCache
@@ -45,7 +45,7 @@ class PerHeadCacheManager(KVCacheManager):
         self.pool, self.policy, self.width, self.reuse = pool, policy, width, reuse
         self.sessions: SessionCache[PerHeadSession] = SessionCache()
         self.copies = []
-        self._users = [0] * pool.blocks  # requests that use a page
+        self._users = [0] * pool.num_blocks  # requests that use a page
         self._num_used = 0  # pages with at least one
 
     def blocks_needed(self, request: Request, tokens: int) -> int:
@@ -74,7 +74,7 @@ class PerHeadCacheManager(KVCacheManager):
         state = per_head_state(request)
         needed = state.retention.num_pages(tokens)
         entries = missing_entries(state.pages, needed, self.width)
-        pages = self.pool.take(len(entries))
+        pages = self.pool.allocate(len(entries))
         self._use(pages)
         self.copies += [
             (state.tails.pop(entry), page) for entry, page in zip(entries, pages, strict=True) if entry in state.tails
@@ -103,9 +103,9 @@ class PerHeadCacheManager(KVCacheManager):
         return min(request.num_expected_tokens - request.num_computed_tokens, budget)
 
     def can_allocate(self, blocks: int) -> bool:
-        if blocks > self.pool.blocks - self._num_used:
+        if blocks > self.pool.num_blocks - self._num_used:
             return False
-        while blocks > self.pool.free:
+        while blocks > self.pool.num_free_blocks:
             self.pool.release(list(self.sessions.drop().pages.values()))
         return True
 
@@ -125,13 +125,13 @@ class PerHeadCacheManager(KVCacheManager):
             self.pool.release(list(self.sessions.drop().pages.values()))
 
     def state(self) -> dict[str, int]:
-        carried = self.pool.blocks - self.pool.free - self._num_used
-        return {"blocks": self.pool.blocks, "blocks_used": self._num_used, "blocks_carried": carried}
+        carried = self.pool.num_blocks - self.pool.num_free_blocks - self._num_used
+        return {"blocks": self.pool.num_blocks, "blocks_used": self._num_used, "blocks_carried": carried}
 
     def _find(self, request: Request) -> PerHeadSession | None:
         if not self.reuse:
             return None
-        return self.sessions.find(root_digest(request.salt, request.adapter), request.tokens)
+        return self.sessions.find(root_hash(request.salt, request.adapter), request.tokens)
 
     def _initial_state(self, request: Request, session: PerHeadSession | None) -> PerHeadCacheState:
         """Share full pages; copy one that will be written to again."""
@@ -153,7 +153,7 @@ class PerHeadCacheManager(KVCacheManager):
         lengths = state.retention.lengths(tokens)
         filled = set(missing_entries(np.zeros_like(lengths), -(-lengths // self.policy.block_size), self.width))
         pages = {entry: page for entry, page in zip(state.entries, request.blocks, strict=True) if entry in filled}
-        root = root_digest(request.salt, request.adapter)
+        root = root_hash(request.salt, request.adapter)
         if self.sessions.add(root, request.tokens, PerHeadSession(tokens, lengths, pages)):
             self.pool.share(list(pages.values()))
 
