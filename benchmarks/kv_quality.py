@@ -21,7 +21,7 @@ from torch import Tensor
 
 from smelt.kvcache.eviction.budget import retained_mask
 from smelt.kvcache.eviction.budgets import make_budget_rule
-from smelt.kvcache.eviction.prefill import RecordedPrefill, decode_logits, kv_shape_of
+from smelt.kvcache.eviction.prefill import RecordedPrefill, decode_logits, find_kv_shape
 from smelt.kvcache.eviction.profile import EvictionProfile, retained_ratios
 from smelt.kvcache.eviction.profiling import prefill_for, score_layers
 from smelt.kvcache.eviction.scorers import SCORERS, make_scorer
@@ -81,7 +81,7 @@ def profiled(model: Model, readings: list[RecordedPrefill]) -> dict[tuple[str, f
                 retained_ratios(count, reading.seq_len, **FORCED)
                 for count, reading in zip(counts, readings, strict=True)
             ])  # fmt: skip
-            profiles[name, keep] = EvictionProfile.from_ratios(kv_shape_of(model), name, keep, samples, FORCED)
+            profiles[name, keep] = EvictionProfile.from_ratios(find_kv_shape(model), name, keep, samples, FORCED)
     return profiles
 
 

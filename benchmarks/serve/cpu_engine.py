@@ -79,7 +79,7 @@ def _peer(name: str, interpreter: str, options: argparse.Namespace, asked: dict[
 
 def _ours(source: str, batches: list[list[list[int]]], kind: torch.dtype) -> list[dict[str, Any]]:
     model = load(source, packed=True, dtype=kind)
-    engine = Engine(model, max_model_len=1024, max_num_seqs=max(STREAMS), prefix_cache=False)
+    engine = Engine(model, max_model_len=1024, max_num_seqs=max(STREAMS), enable_prefix_caching=False)
     assert engine.runner.backend == "compiled-cpu", engine.runner.backend
     rows = []
     for batch in batches:

@@ -17,7 +17,7 @@ from long_prompts import run_headings, run_requests, run_row
 
 from smelt.data.default import default_documents
 from smelt.kvcache.eviction.budgets import make_budget_rule
-from smelt.kvcache.eviction.prefill import kv_shape_of
+from smelt.kvcache.eviction.prefill import find_kv_shape
 from smelt.kvcache.eviction.profile import EvictionProfile
 from smelt.kvcache.eviction.profiling import measure_kept_ratios, sample_prompts
 from smelt.kvcache.eviction.scorers import make_scorer
@@ -61,7 +61,7 @@ def default_tokens(model: Model) -> dict[str, list[int]]:
 def make_profile(model: Model, tokens: list[int], keep: float) -> EvictionProfile:
     texts = sample_prompts(tokens, 12, 1024, SEED)
     kept_ratios = measure_kept_ratios(model, texts, make_scorer(SCORER), make_budget_rule("ada"), keep)
-    return EvictionProfile.from_ratios(kv_shape_of(model), SCORER, keep, kept_ratios)
+    return EvictionProfile.from_ratios(find_kv_shape(model), SCORER, keep, kept_ratios)
 
 
 def second_turn(engine: Engine, texts: list[list[int]]) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def ours(network: Any, shape: str, bandwidth: float) -> list[dict[str, Any]]:
         weights -= network.get_input_embeddings().weight.nbytes
     engine = Engine(
         Model(network), max_model_len=CONTEXT, max_num_seqs=256, max_num_batched_tokens=8192, kv_cache_bytes=40 * 10**9,
-        prefix_cache=False,
+        enable_prefix_caching=False,
     )  # fmt: skip
     assert engine.runner.backend == "fused-gpu with CUDA graphs", engine.runner.backend
     rows = []

@@ -106,7 +106,8 @@ def profile(keep: float) -> EvictionProfile:
 def _engine(network: Any, options: argparse.Namespace, more: dict[str, Any]) -> Engine:
     return Engine(
         Model(network), max_model_len=options.prompt + max(options.answers) + 8, max_num_seqs=max(options.requests, 96),
-        max_num_batched_tokens=options.chunk, kv_cache_bytes=int(options.cache_gb * 1e9), prefix_cache=False, **more,
+        max_num_batched_tokens=options.chunk, kv_cache_bytes=int(options.cache_gb * 1e9),
+        enable_prefix_caching=False, **more,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from smelt.kvcache.eviction.budgets import make_budget_rule
-from smelt.kvcache.eviction.prefill import kv_shape_of
+from smelt.kvcache.eviction.prefill import find_kv_shape
 from smelt.kvcache.eviction.profile import EvictionProfile
 from smelt.kvcache.eviction.profiling import measure_kept_ratios, sample_prompts
 from smelt.kvcache.eviction.scorers import make_scorer
@@ -32,7 +32,7 @@ def test_a_profile(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
         EvictionProfile.load(out),
         load(place / "llama"),
     )
-    report.check_model(kv_shape_of(model))
+    report.check_model(find_kv_shape(model))
     assert contents["keep"] == report.keep_ratio == 0.8 and contents["samples"] == 3 and contents["seed"] == 3
     assert torch.equal(torch.tensor(contents["budgets"], dtype=torch.float64), report.budgets)
     assert (

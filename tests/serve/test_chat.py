@@ -65,7 +65,7 @@ def test_the_second_turn_computes_only_new_tokens(talk: Conversation) -> None:
 def test_answers_match_the_engine(talk: Conversation) -> None:
     chunks = list(talk.answer("the cat"))
     prompt = "s: be kind.\nu: the cat\na: "
-    (expected,) = Engine(talk.engine.model, prefix_cache=False).generate(
+    (expected,) = Engine(talk.engine.model, enable_prefix_caching=False).generate(
         [prompt], SamplingParams(max_tokens=12, temperature=0)
     )
     assert "".join(chunks) == expected.text and len(chunks) > 1

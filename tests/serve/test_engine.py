@@ -77,16 +77,16 @@ def llama() -> tuple[PreTrainedModel, list[list[int]]]:
     return network, [expected(network, prompt) for prompt in prompts()]
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
 @pytest.mark.parametrize("chunk", [1, 5, 16, None])
 @pytest.mark.parametrize("batch_tokens", [7, 512])
 def test_no_setting_changes_a_token(
-    llama: tuple[PreTrainedModel, list[list[int]]], prefix_cache: bool, chunk: int | None, batch_tokens: int
+    llama: tuple[PreTrainedModel, list[list[int]]], enable_prefix_caching: bool, chunk: int | None, batch_tokens: int
 ) -> None:
     network, reference = llama
     engine = Engine(
         Model(copy.deepcopy(network)),
-        prefix_cache=prefix_cache,
+        enable_prefix_caching=enable_prefix_caching,
         prefill_chunk_size=chunk,
         max_num_batched_tokens=batch_tokens,
         **SMALL,
@@ -145,8 +145,8 @@ def test_warmup_submits_at_most_max_queued(llama: tuple[PreTrainedModel, Any]) -
     assert not engine.busy
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
-def test_preemption_loses_nothing(llama: tuple[PreTrainedModel, list[list[int]]], prefix_cache: bool) -> None:
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_preemption_loses_nothing(llama: tuple[PreTrainedModel, list[list[int]]], enable_prefix_caching: bool) -> None:
     network, reference = llama
     bytes_of_block = 3 * 2 * 4 * 2 * 8 * 4
     engine = Engine(
@@ -154,7 +154,7 @@ def test_preemption_loses_nothing(llama: tuple[PreTrainedModel, list[list[int]]]
         block_size=4,
         max_model_len=96,
         kv_cache_bytes=22 * bytes_of_block,
-        prefix_cache=prefix_cache,
+        enable_prefix_caching=enable_prefix_caching,
     )
     requests = [engine.submit(prompt, GREEDY)[0] for prompt in prompts()]
     run(engine)
@@ -173,7 +173,7 @@ def test_a_request_that_returns_to_its_row_uses_its_new_blocks(
         block_size=4,
         max_model_len=96,
         kv_cache_bytes=22 * 3 * 2 * 4 * 2 * 8 * 4,
-        prefix_cache=False,
+        enable_prefix_caching=False,
         max_num_seqs=3,
     )
     long = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
@@ -228,7 +228,7 @@ def test_a_seed_gives_the_same_tokens_at_any_batch_position(llama: tuple[PreTrai
 
 def test_samples_of_one_prompt_differ_and_share_its_blocks(llama: tuple[PreTrainedModel, Any]) -> None:
     network, _ = llama
-    engine = engine_of(network, prefix_cache=False)
+    engine = engine_of(network, enable_prefix_caching=False)
     text = prompts()[0]
     requests = engine.submit(text, SamplingParams(max_tokens=12, temperature=2.0, n=4, seed=3, ignore_eos=True))
     computed = 0
@@ -349,6 +349,8 @@ def test_settings_are_a_config_or_its_fields() -> None:
         Engine(Model(BUILDS["llama"]()), max_num_seq=4)
     with pytest.warns(FutureWarning, match=r"Engine\(context=...\) is now Engine\(max_model_len=...\)"):
         assert EngineConfig.from_fields(context=96).max_model_len == 96
+    with pytest.warns(FutureWarning, match=r"Engine\(enable_prefix_caching=...\)"):
+        assert not EngineConfig.from_fields(prefix_cache=False).kv_cache.enable_prefix_caching
 
 
 def test_settings_are_checked_before_weights_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,6 +361,10 @@ def test_settings_are_checked_before_weights_are_loaded(tmp_path: Path, monkeypa
         ({"kv_cache_dtype": "int3"}, ConfigError),
         ({"kv_profile": str(tmp_path / "none.json")}, SmeltError),
         ({"kv_token_cap": 512, "page_selection": {}}, ConfigError),
+        ({"kv_offload": {}}, ConfigError),
+        *(({name: 0}, ConfigError) for name in ("block_size", "kv_cache_bytes", "max_num_seqs", "max_queued")),
+        *(({name: -1}, ConfigError) for name in ("max_num_batched_tokens", "prefill_chunk_size")),
+        ({"tensor_parallel_size": 0}, ConfigError),
     ):
         with pytest.raises(error):
             Engine(str(tmp_path), **settings)

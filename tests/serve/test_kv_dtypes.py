@@ -137,7 +137,7 @@ def test_compiled_attention_over_rows(kind: str, width: int, window: int | None)
 def test_heads_that_keep_everything_match_plain_pages_in_the_same_format(kind: str, compiled: bool) -> None:
     network = wide()
     expected = answers(engine_of(network, kind, compiled=False), prompts())
-    engine = engine_of(network, kind, compiled=compiled, kv_profile=retention(1.0, 3, 1), prefix_cache=False)
+    engine = engine_of(network, kind, compiled=compiled, kv_profile=retention(1.0, 3, 1), enable_prefix_caching=False)
     assert answers(engine, prompts()) == expected
 
 
@@ -145,7 +145,7 @@ def test_heads_that_keep_everything_match_plain_pages_in_the_same_format(kind: s
 def test_heads_that_keep_little(llama: PreTrainedModel, kind: str) -> None:
     """The scorer sees quantized keys, and selects nearly the same tokens."""
     texts = [prompt * 3 for prompt in prompts(4, seed=5)]
-    expected = answers(engine_of(llama, None, kv_profile=retention(0.4), prefix_cache=False), texts)
+    expected = answers(engine_of(llama, None, kv_profile=retention(0.4), enable_prefix_caching=False), texts)
     engine = engine_of(llama, kind, kv_profile=retention(0.4))
     actual = answers_without_a_check(engine, texts)
     assert sum(a[:4] == b[:4] for a, b in zip(actual, expected, strict=True)) >= (2 if kind == INT4 else 3)
@@ -178,7 +178,7 @@ def test_a_text_that_fits_a_bounded_cache_matches_plain_pages(kind: str) -> None
         kind,
         kv_token_cap=BoundedCacheConfig(100, 40, InfiniPot(prompt=(5, 6, 7))),
         max_model_len=None,
-        prefix_cache=False,
+        enable_prefix_caching=False,
     )
     assert answers(engine, prompts()) == expected
 

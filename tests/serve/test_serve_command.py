@@ -102,13 +102,13 @@ def test_a_config_file_and_flags(serve_settings: Callable[..., ServerSettings], 
     config = EngineConfig.from_fields(**settings.engine)
     assert config.max_num_seqs == EngineConfig.max_num_seqs and config.kv_cache.kv_cache_bytes == 2**29
     assert config.kv_cache.page_selection == SparseAttentionConfig(token_budget=512)
-    assert not config.kv_cache.prefix_cache and config.kv_cache.kv_offload is None
+    assert not config.kv_cache.enable_prefix_caching and config.kv_cache.kv_offload is None
 
     flags = ("--port", "8000", "--enable-prefix-caching", "--kv-offload", "--lora-modules", "clerk=c")
     settings = serve_settings("--config", str(path), *flags)
     assert (settings.port, settings.name, settings.adapters) == (8000, "my-model", {"clerk": "c"})
     config = EngineConfig.from_fields(**settings.engine)
-    assert config.kv_cache.prefix_cache and config.kv_cache.kv_offload is not None
+    assert config.kv_cache.enable_prefix_caching and config.kv_cache.kv_offload is not None
 
     path.write_text("")
     assert serve_settings("--config", str(path)) == serve_settings() == ServeConfig().resolve("x")

@@ -67,7 +67,7 @@ def llama() -> tuple[PreTrainedModel, list[list[int]]]:
 
 @pytest.mark.parametrize("residence", PLACES, ids=str)
 @pytest.mark.parametrize(
-    "more", [{}, {"prefill_chunk_size": 5}, {"max_num_batched_tokens": 7}, {"prefix_cache": False}], ids=str
+    "more", [{}, {"prefill_chunk_size": 5}, {"max_num_batched_tokens": 7}, {"enable_prefix_caching": False}], ids=str
 )
 def test_with_all_pages_it_matches_the_plain_engine(
     llama: tuple[PreTrainedModel, list[list[int]]], residence: OffloadConfig | None, more: dict[str, Any]
@@ -84,17 +84,22 @@ def long_answers(llama: tuple[PreTrainedModel, list[list[int]]]) -> list[list[in
 
 
 @pytest.mark.parametrize("residence", PLACES, ids=str)
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
 def test_after_preemption(
     llama: tuple[PreTrainedModel, Any],
     long_answers: list[list[int]],
     residence: OffloadConfig | None,
-    prefix_cache: bool,
+    enable_prefix_caching: bool,
 ) -> None:
     network, _ = llama
     texts, long = prompts(6, 3), SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     engine, runner = selecting(
-        network, ALL, residence, kv_cache_bytes=24 * BLOCK_BYTES, prefix_cache=prefix_cache, max_num_seqs=3
+        network,
+        ALL,
+        residence,
+        kv_cache_bytes=24 * BLOCK_BYTES,
+        enable_prefix_caching=enable_prefix_caching,
+        max_num_seqs=3,
     )
     requests = [engine.submit(text, long)[0] for text in texts]
     run(engine)

@@ -12,7 +12,7 @@ from smelt.data import load_text
 from smelt.kvcache.eviction.budget import check_keep
 from smelt.kvcache.eviction.budgets import make_budget_rule
 from smelt.kvcache.eviction.clusters import cluster_heads, sharing_overhead
-from smelt.kvcache.eviction.prefill import check_evictable, kv_shape_of
+from smelt.kvcache.eviction.prefill import check_evictable, find_kv_shape
 from smelt.kvcache.eviction.profile import EvictionProfile, rank_stability
 from smelt.kvcache.eviction.profiling import measure_kept_ratios, sample_prompts
 from smelt.kvcache.eviction.scorers import SCORERS, make_scorer
@@ -59,7 +59,7 @@ def profile(
         ratios = measure_kept_ratios(
             loaded, sample_prompts(tokens, count, length, seed), token_scorer, make_budget_rule("ada"), keep, progress
         )
-    profiled = EvictionProfile.from_ratios(kv_shape_of(loaded), scorer, keep, ratios).with_clusters(heads)
+    profiled = EvictionProfile.from_ratios(find_kv_shape(loaded), scorer, keep, ratios).with_clusters(heads)
     profiled.save(out)
     content = describe(profiled, ratios)
     _show(model, profiled, content)

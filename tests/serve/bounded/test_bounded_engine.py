@@ -269,7 +269,7 @@ def alone(llama: PreTrainedModel) -> list[list[int]]:
         {"max_num_seqs": 3},
         {"max_num_batched_tokens": 11},
         {"prefill_chunk_size": 5},
-        {"prefix_cache": False},
+        {"enable_prefix_caching": False},
     ],
     ids=str,
 )
@@ -359,7 +359,7 @@ def test_adapters_use_the_bounded_cache_too(llama: PreTrainedModel, tmp_path: Pa
 
 @pytest.mark.parametrize("length", [10, FULL - 3, FULL, 200])
 def test_the_next_turn_continues_from_the_session_cache(llama: PreTrainedModel, length: int) -> None:
-    engine, other = capped(llama), capped(llama, prefix_cache=False)
+    engine, other = capped(llama), capped(llama, enable_prefix_caching=False)
     first = engine.submit(words(length), GREEDY)[0]
     while engine.busy:
         engine.step()

@@ -52,7 +52,8 @@ def default_attention(network: PreTrainedModel) -> Iterator[None]:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """The attention interface of transformers: queries [batch, heads, new, head_dim], keys and values of all tokens."""
+    """Implement transformers' attention interface: queries [batch, heads, new, head_dim], keys and values of all
+    tokens."""
     layer: Any = module.layer_idx
     if _context.hook is not None:
         _context.hook(layer, query, key, value)

@@ -39,37 +39,38 @@ def check_keep(keep: float) -> None:
 
 
 def total_budget(scores: Tensor, keep: float) -> int:
-    """Tokens that all heads of all layers retain of one prompt."""
+    """Return how many tokens all heads of all layers retain of one prompt."""
     check_keep(keep)
     layers, _, heads, tokens = scores.shape
     return layers * heads * int(tokens * keep)
 
 
 def retained_mask(scores: Tensor, counts: Tensor) -> Tensor:
-    """Mask of each head's best tokens [layers, batch, kv_heads, tokens]; earlier tokens win ties."""
+    """Return a mask of each head's best tokens [layers, batch, kv_heads, tokens]; earlier tokens win ties."""
     order = scores.argsort(dim=-1, descending=True, stable=True)
     rank = order.argsort(dim=-1)
     return rank < counts[..., None]
 
 
 def num_forced(scores: Tensor) -> Tensor:
-    """Tokens each head always retains: [layers, batch, kv_heads], int64."""
+    """Return how many tokens each head always retains: [layers, batch, kv_heads], int64."""
     return torch.isposinf(scores).sum(-1)
 
 
 def flatten_heads(counts: Tensor) -> Tensor:
-    """[layers, batch, kv_heads] -> [batch, layers * kv_heads]"""
+    """Reshape [layers, batch, kv_heads] to [batch, layers * kv_heads]."""
     return counts.transpose(0, 1).flatten(1)
 
 
 def unflatten_heads(rows: Tensor, like: Tensor) -> Tensor:
-    """[batch, layers * kv_heads] -> [layers, batch, kv_heads], the first three sizes of `like`."""
+    """Reshape [batch, layers * kv_heads] to [layers, batch, kv_heads], the first three sizes of `like`."""
     layers, _, heads = like.shape[:3]
     return rows.unflatten(1, (layers, heads)).transpose(0, 1).contiguous()
 
 
 def reserved_tokens(budgets: Tensor, always: Tensor | int, tokens: int) -> Tensor:
-    """Tokens to reserve for a head that retains `always` tokens and the ratio `budgets` of the others, rounded up."""
+    """Return how many tokens to reserve for a head that retains `always` tokens and the ratio `budgets` of the others,
+    rounded up."""
     return always + _denoised(budgets.double().clamp(0, 1) * (tokens - always)).ceil().long()
 
 

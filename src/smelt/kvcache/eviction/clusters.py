@@ -64,7 +64,7 @@ class HeadClusters:
         return self.head_indices.flatten().argsort().view(self.num_layers, self.num_kv_heads)
 
     def cluster_max(self, amounts: Tensor) -> Tensor:
-        """Maximum over the heads of each cluster: [layers, kv_heads] -> [clusters]"""
+        """Return the maximum over the heads of each cluster: [layers, kv_heads] -> [clusters]."""
         return amounts.flatten()[self.head_indices.to(amounts.device)].amax(1)
 
 
@@ -92,7 +92,8 @@ def cluster_heads(ratios: Tensor, size: int, scope: str = "global") -> HeadClust
 
 
 def num_pages(budgets: Tensor, tokens: int, sink: int, window: int, block_size: int) -> Tensor:
-    """Pages of a head or cluster for a prompt: ceil((sink + window + B * (tokens - sink - window)) / block_size)."""
+    """Return the pages of a head or cluster for a prompt: ceil((sink + window + B * (tokens - sink - window)) /
+    block_size)."""
     retained = reserved_tokens(budgets, min(sink + window, tokens), tokens)
     return (retained + block_size - 1) // block_size
 
@@ -121,7 +122,7 @@ def sharing_overhead(amounts: Tensor, clusters: HeadClusters) -> SharingOverhead
 
 
 def splits_per_cluster(budgets: Tensor, max_splits: int = 64) -> Tensor:
-    """Number of KV splits in decode attention for each cluster's budget [clusters]: from 1 to `max_splits`, int64.
+    """Return the KV splits in decode attention for each cluster's budget [clusters]: from 1 to `max_splits`, int64.
 
     Tangram assigns thread blocks in proportion to budgets, which are ratios of a prompt and so hold for every request.
     A figure shows 8, 5 and 3 splits for budgets of 100, 50 and 25 %; the rule behind it is not known. Ours,

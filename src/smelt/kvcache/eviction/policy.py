@@ -61,7 +61,8 @@ class EvictionPolicy:
         return per_cluster[self.clusters.cluster]
 
     def retained(self, carried: ClusterCounts, num_tokens: int, first: bool) -> ClusterCounts:
-        """Tokens each cluster holds after `num_tokens` more on top of `carried`; `first` where they begin a text."""
+        """Return the tokens that each cluster holds after `num_tokens` more on top of `carried`; `first`: they begin a
+        text."""
         always = self.scorer.window + (self.scorer.sink if first else 0)
         if num_tokens <= always:
             return carried + num_tokens
@@ -84,22 +85,22 @@ class RequestRetention:
         return cls(policy, np.zeros(len(policy.budgets), dtype=np.int64), 0, stop)
 
     def lengths(self, num_tokens: int) -> ClusterCounts:
-        """Tokens each cluster holds once `num_tokens` of the text are computed."""
+        """Return the tokens that each cluster holds once `num_tokens` of the text are computed."""
         prefilled = min(num_tokens, self.stop)
         return self.policy.retained(self.carried, prefilled - self.start, self.start == 0) + (num_tokens - prefilled)
 
     def num_pages(self, num_tokens: int) -> ClusterCounts:
-        """Pages of each cluster at that point. Pages of the prompt are reserved before prefill."""
+        """Return the pages of each cluster at that point. Pages of the prompt are reserved before prefill."""
         block_size = self.policy.block_size
         return -(-self.lengths(max(num_tokens, self.stop)) // block_size)
 
     def next_chunk(self, computed: int, max_tokens: int) -> int:
-        """Tokens of the next prefill chunk: chunks have about equal length, none above `max_tokens`."""
+        """Return the tokens of the next prefill chunk: chunks have about equal length, at most `max_tokens`."""
         left = self.stop - computed
         return -(-left // -(-left // max_tokens))
 
     def eviction_step(self, start: int, stop: int) -> EvictionStep | None:
-        """What to evict after the chunk from token `start` to `stop`; None where all of it is retained."""
+        """Return what to evict after the chunk from token `start` to `stop`; None if all of it is retained."""
         before, after = self.lengths(start), self.lengths(stop)
         uncompressed = before + stop - start
         if (after == uncompressed).all():

@@ -75,7 +75,7 @@ def check_evictable(model: Model) -> None:
         raise ModelError("layers of this model have different numbers of KV heads, which budgets do not support yet.")
 
 
-def kv_shape_of(model: Model) -> KVShape:
+def find_kv_shape(model: Model) -> KVShape:
     """Return the dimensions by which a profile identifies its model."""
     parts = [part for part in model.anatomy.parts if part.kind == "heads"]
     return KVShape(model.network.config.model_type, len(parts), parts[0].units, parts[0].head_dim)

@@ -149,8 +149,8 @@ class EvictionProfile:
 
 
 def retained_ratios(counts: Tensor, seq_len: int, sink: int, window: int) -> Tensor:
-    """Ratio of tokens each head retains, in the shape of `counts`: (retained - sink - window) / (seq_len - sink),
-    at least 0."""
+    """Return the ratio of tokens that each head retains, in the shape of `counts`: (retained - sink - window) /
+    (seq_len - sink), at least 0."""
     if seq_len <= sink:
         raise DataError(f"a sample of {seq_len} tokens has none beyond the first {sink}: give longer ones.")
     return ((counts.double() - sink - window) / (seq_len - sink)).clamp(min=0)
@@ -173,8 +173,8 @@ def scale_budgets(budgets: Tensor, ratio: float) -> Tensor:
 
 
 def rank_stability(ratios: Tensor) -> np.ndarray:
-    """Spearman correlation of each sample's ratios with their mean over samples: [samples] from [samples, layers,
-    kv_heads]. NaN where all heads retain the same ratio."""
+    """Return the Spearman correlation of each sample's ratios with their mean over samples: [samples] from [samples,
+    layers, kv_heads]. NaN where all heads retain the same ratio."""
     samples = ratios.double().flatten(1).cpu().numpy()
     ranks = rankdata(np.concatenate([samples, samples.mean(0, keepdims=True)]), axis=1)
     ranks -= ranks.mean(1, keepdims=True)

@@ -21,7 +21,7 @@ REPEAT_PROMPT = "\nRepeat the previous context exactly.\n"  # for scorers that n
 
 
 def sample_prompts(tokens: Sequence[int], count: int, length: int, seed: int = 0) -> list[list[int]]:
-    """Sample `count` pieces of `length` tokens from a text."""
+    """Sample `count` prompts of `length` tokens from a text."""
     if len(tokens) < length:
         raise DataError(
             f"the data has {len(tokens):,} tokens; a sample has {length:,}: give more, or a smaller length."

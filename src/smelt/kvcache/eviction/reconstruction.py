@@ -48,8 +48,8 @@ def record_reconstruction(
 def _max_attention(
     queries: Tensor, keys: Tensor, scale: float, tokens: int, span: tuple[int, int], sink: int
 ) -> Tensor:  # [batch, kv_heads, end - begin]
-    """Attention of new queries on the sink, a span of the prompt and the new tokens; the maximum over queries and over
-    the query heads that share a KV head."""
+    """Return the attention of new queries on the sink, a span of the prompt and the new tokens: the maximum over
+    queries and over the query heads that share a KV head."""
     begin, end = span
     new, first = queries.shape[2], min(sink, begin)
     selected = torch.cat((keys[:, :, :first], keys[:, :, begin:end], keys[:, :, tokens:]), dim=2)

@@ -89,8 +89,8 @@ def last_query_logits(inputs: AttentionInputs, count: int) -> Tensor:
 
 
 def _matmul_float32(queries: Tensor, keys: Tensor) -> Tensor:
-    """[..., queries, head_dim] and [..., keys, head_dim] -> [..., queries, keys], in float32. A GPU multiplies 16-bit
-    operands directly and accumulates in float32."""
+    """Multiply [..., queries, head_dim] and [..., keys, head_dim] to [..., queries, keys], in float32. A GPU multiplies
+    16-bit operands directly and accumulates in float32."""
     if keys.is_cuda and keys.dtype == queries.dtype and keys.dtype.itemsize == 2:
         logits = torch.bmm(queries.flatten(0, 1), keys.flatten(0, 1).mT, out_dtype=torch.float32)
         return logits.unflatten(0, keys.shape[:2])

@@ -50,17 +50,17 @@ class SparseAttentionConfig:
             )
 
     def num_pages(self, seq_lens: Tensor) -> Tensor:
-        """Pages that sequences of these lengths occupy."""
+        """Return how many pages sequences of these lengths occupy."""
         return -(-seq_lens // self.page_size)
 
     def num_selected_pages(self, seq_lens: Tensor) -> Tensor:
-        """Pages a head attends to in sequences of these lengths."""
+        """Return how many pages a head attends to in sequences of these lengths."""
         num_pages = self.num_pages(seq_lens)
         by_ratio = (self.budget_ratio * num_pages.double() - 1e-9).ceil().long()  # a hair less: 0.1 * 30 is not above 3
         return torch.minimum(num_pages, by_ratio.clamp(min=self.token_budget // self.page_size))
 
     def max_selected_pages(self, max_seq_len: int) -> int:
-        """Most pages a head attends to in sequences of up to `max_seq_len` tokens."""
+        """Return how many pages a head attends to, at most, in sequences of up to `max_seq_len` tokens."""
         return int(self.num_selected_pages(torch.tensor([max_seq_len])))
 
     def select_pages(self, scores: Tensor, seq_lens: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Slots on the device for offloaded pages: which pages of a layer are resident, per KV head, and which are evicted.
 
 Steady tokens, after PnG-KV (arXiv 2511.00321): consecutive steps select mostly the same pages, so recently selected
-ones stay resident. [recon] Little more than the paper's abstract is known; this rule is our reconstruction: every
+ones stay resident. Little more than the paper's abstract is known; this rule is our reconstruction: every
 `refresh_interval` steps, pages that none of the last `keep_steps` steps selected are evicted. Pages are also evicted,
 least recently selected first, when others need their slots: the bound comes before the rule.
 """
@@ -49,7 +49,7 @@ class ResidentPages:
         return int((self.block_in >= 0).sum())
 
     def slots(self, heads: Tensor, block_ids: Tensor) -> Tensor:
-        """Slots of these pages; -1 where a page is not resident."""
+        """Return the slots of these pages; -1 where a page is not resident."""
         return self.slot_of[heads, block_ids].long()
 
     def admit(self, heads: Tensor, block_ids: Tensor, step: int) -> tuple[Tensor, Tensor]:

@@ -35,16 +35,16 @@ class PageStore(Protocol):
         """Write new tokens [tokens, kv_heads, head_dim] to slots block * page_size + offset (on the host)."""
 
     def gather_keys(self, layer: int, block_ids: Tensor) -> Tensor:
-        """Keys [n, kv_heads, page_size, head_dim] of blocks [n]."""
+        """Return the keys [n, kv_heads, page_size, head_dim] of blocks [n]."""
 
     def gather_all(self, layer: int, block_ids: Tensor) -> GatheredPages:
-        """All pages of one request; block_tables [kv_heads, blocks]."""
+        """Return all pages of one request; block_tables [kv_heads, blocks]."""
 
     def gather_selected(self, layer: int, block_ids: Tensor, mask: Tensor, step: int) -> GatheredPages:
-        """Selected blocks [requests, kv_heads, pages] where `mask` (same shape) is set; block_tables of that shape."""
+        """Return the blocks [requests, kv_heads, pages] where `mask` is set; mask and block_tables have that shape."""
 
     def end_step(self, step: int) -> None:
-        """Called after the last layer of a step."""
+        """Finish a step, after its last layer."""
 
     def retain_blocks(self, block_ids: Tensor) -> None:
         """Drop resident pages of all other blocks, which no request uses."""
@@ -77,10 +77,10 @@ class DevicePageStore:
         return self._gathered(layer, block_ids * kv_heads + head)
 
     def end_step(self, step: int) -> None:
-        """Pages never move."""
+        """Do nothing: pages never move."""
 
     def retain_blocks(self, block_ids: Tensor) -> None:
-        """The block pool tracks this."""
+        """Do nothing: the block pool tracks blocks in use."""
 
     def _gathered(self, layer: int, block_tables: Tensor) -> GatheredPages:
         return GatheredPages(single_head_pages(self._keys[layer]), single_head_pages(self._values[layer]), block_tables)
@@ -103,7 +103,7 @@ def write_pages(pages: Tensor, new: Tensor, slot_mapping: Tensor) -> None:
 
 
 def per_head_tables(block_ids: Tensor, kv_heads: int) -> Tensor:
-    """Block table of each head, [kv_heads, blocks], from the blocks [blocks] of a request."""
+    """Return the block table of each head, [kv_heads, blocks], from the blocks [blocks] of a request."""
     return block_ids * kv_heads + torch.arange(kv_heads, device=block_ids.device)[:, None]
 
 

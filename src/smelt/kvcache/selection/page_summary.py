@@ -27,7 +27,7 @@ class PageSummary(ABC):
 
     @abstractmethod
     def box(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Upper and lower corner, [..., head_dim] each, of the keys [..., tokens, head_dim] of full pages."""
+        """Return the upper and lower corner, [..., head_dim] each, of keys [..., tokens, head_dim] of full pages."""
 
 
 PAGE_SUMMARIES: Registry[PageSummary] = Registry("page summary")
@@ -57,7 +57,7 @@ class ArkVale(PageSummary):
 
 
 def page_scores(queries: Tensor, upper: Tensor, lower: Tensor) -> Tensor:
-    """Upper bound of the logits of a page: sum_d max(q_d upper_d, q_d lower_d), summed over the query group.
+    """Return an upper bound of the logits of a page: sum_d max(q_d upper_d, q_d lower_d), summed over the query group.
 
     Queries [requests, kv_heads, group, head_dim], corners [requests, pages, kv_heads, head_dim] -> [requests,
     kv_heads, pages], float32. As upper >= lower, the larger product takes the upper corner where q_d > 0 and the lower

@@ -219,7 +219,7 @@ def _check(path: Path, metadata: TraceMetadata, request_ids: tuple[str, ...], te
 
 
 def _consistent(tensors: dict[str, Tensor]) -> bool:
-    """Whether all columns have the same length and every row has at least one page."""
+    """Return whether all columns have the same length and every row has at least one page."""
     ends = [0, *tensors["ends"].tolist()]
     lengths = {len(tensors[name]) for name in ("steps", "requests", "layers", "heads", "ends")}
     rising = all(start < end for start, end in pairwise(ends))

@@ -70,7 +70,7 @@ class BoundedCacheLayer(DynamicLayer):
         self.length, self.num_seen = length, num_seen
 
     def retain(self, indices: Tensor, first: int, rerotate: RerotateFn | None) -> None:
-        """Of the tokens from slot `first` on, retain those at `indices` [kv_heads, count], in rising order."""
+        """Retain the tokens at `indices` [kv_heads, count], in rising order, of those from slot `first` on."""
         count = indices.shape[1]
         for tensor in self.tensors():
             index = indices if tensor.dim() == 2 else indices[..., None].expand(-1, -1, tensor.shape[2])
@@ -153,5 +153,5 @@ def check_full_attention(config: PreTrainedConfig) -> None:
 
 
 def topk_in_order(scores: Tensor, count: int) -> Tensor:
-    """Indices of the `count` best scores [..., tokens], in rising order; earlier tokens win ties."""
+    """Return the indices of the `count` best scores [..., tokens], in rising order; earlier tokens win ties."""
     return scores.argsort(dim=-1, descending=True, stable=True)[..., :count].sort(dim=-1).values

@@ -52,21 +52,21 @@ class BoundedCacheSize:
         return self.max_text_tokens - self.keep
 
     def compresses_at(self, token: int) -> bool:
-        """Whether the cache is full when the token with this index, counted from 0, arrives."""
+        """Return whether the cache is full when the token with this index, counted from 0, arrives."""
         return token >= self.max_text_tokens and (token - self.max_text_tokens) % self.tokens_per_cycle == 0
 
     def slot(self, token: int) -> int:
-        """Slot that the token with this index is written to."""
+        """Return the slot that the token with this index is written to."""
         if token < self.max_text_tokens:
             return token
         return self.keep + (token - self.max_text_tokens) % self.tokens_per_cycle
 
     def tokens_until_full(self, token: int) -> int:
-        """Tokens, this one the first, that fit before the next compression."""
+        """Return how many tokens fit before the next compression, the one with this index included."""
         return self.max_text_tokens - self.slot(token)
 
     def length(self, num_tokens: int) -> int:
-        """Tokens in the cache after `num_tokens` arrived."""
+        """Return how many tokens are in the cache after `num_tokens` arrived."""
         return self.slot(num_tokens - 1) + 1 if num_tokens else 0
 
 

@@ -46,7 +46,7 @@ class FrameRule(ABC):
 
     @abstractmethod
     def select(self, tokens: FrameTokens, count: int) -> Tensor:
-        """Slots that each head retains: [kv_heads, count], rising."""
+        """Return the slots that each head retains: [kv_heads, count], rising."""
 
     def token_scores(self, values: Tensor, layer: int, num_layers: int) -> Tensor:
         """Score the tokens of full new frames [kv_heads, frames, rows, columns, head_dim] once, before any of them is

@@ -47,7 +47,7 @@ class InfiniPot:
             raise ConfigError("infinipot: the prompt is empty; its attention scores the text, so give it some words.")
 
     def num_novel(self, count: int) -> int:
-        """How many of `count` retained tokens are retained for their novelty."""
+        """Return how many of `count` retained tokens are retained for their novelty."""
         return round(self.alpha * count)
 
     def select(self, attention: Tensor, token_indices: Tensor, novel: Tensor, count: int) -> Tensor:
@@ -71,12 +71,12 @@ class InfiniPotCompressor:
         self._to_front(torch.zeros(1, 1, head_dim, device=model.device), self.prompt.new_zeros(1, 1))  # refuses early
 
     def attention(self, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-        """Attention of the prompt's queries [1, heads, prompt_len, head_dim] on the tokens before them, from keys
-        [1, kv_heads, tokens + prompt_len, head_dim]: [kv_heads, tokens]"""
+        """Return the attention of the prompt's queries [1, heads, prompt_len, head_dim] on the tokens before them, from
+        keys [1, kv_heads, tokens + prompt_len, head_dim]: [kv_heads, tokens]."""
         return pool_neighbors(catalyst_attention(queries, keys, scale), self.method.kernel)
 
     def select(self, attention: Tensor, token_indices: Tensor, novel: Tensor, count: int) -> Tensor:
-        """Slots that one layer retains, [kv_heads, count], rising; see `InfiniPot.select`."""
+        """Return the slots that one layer retains, [kv_heads, count], rising; see `InfiniPot.select`."""
         return self.method.select(attention, token_indices.contiguous(), novel, count)
 
     def rerotate(self, keys: Tensor, slots: Tensor) -> Tensor:
@@ -88,8 +88,8 @@ class InfiniPotCompressor:
 
 
 def catalyst_attention(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """CaP: mean attention of the last queries [1, heads, new, head_dim] on the keys [1, kv_heads, tokens + new,
-    head_dim] before them, over queries and query heads: [kv_heads, tokens], float32."""
+    """Return CaP, the mean attention of the last queries [1, heads, new, head_dim] on the keys [1, kv_heads, tokens +
+    new, head_dim] before them, over queries and query heads: [kv_heads, tokens], float32."""
     heads, new = keys.shape[1], queries.shape[2]
     tokens = keys.shape[2] - new
     grouped = queries[0].float().unflatten(0, (heads, -1)).flatten(1, 2)  # [kv_heads, group * new, head_dim]

@@ -80,7 +80,7 @@ class InfiniPotV(FrameRule):
 
 
 def temporal_novelty(keys: Tensor, patch_index: Tensor, recent: Tensor) -> Tensor:
-    """TaR, temporal-axis redundancy: s(f, j) = -(1/r) * sum over recent frames m of cos(k_fj, k_mj), at least -1.
+    """Return TaR, temporal-axis redundancy: s(f, j) = -(1/r) * sum over recent frames m of cos(k_fj, k_mj), >= -1.
 
     Keys [kv_heads, tokens, head_dim] are those of older frames as cached, each at patch j = `patch_index` [kv_heads,
     tokens], so the definition also holds when heads have evicted tokens of these frames; `recent` are the keys of full
@@ -93,7 +93,7 @@ def temporal_novelty(keys: Tensor, patch_index: Tensor, recent: Tensor) -> Tenso
 
 
 def value_norms(values: Tensor) -> Tensor:
-    """VaN: ||v|| of each token and head, [..., head_dim] -> [...], float32."""
+    """Return VaN, ||v|| of each token and head, [..., head_dim] -> [...], float32."""
     return values.float().norm(dim=-1)
 
 

@@ -13,7 +13,7 @@ LOGIT_ROWS = 64  # computed at once
 
 
 def token_novelty(hidden: Tensor, ids: Tensor, lm_head: nn.Module) -> Tensor:
-    """-log p of tokens [tokens] after hidden states [tokens, hidden], float32; at most `LOGIT_ROWS` rows at once."""
+    """Return -log p of tokens [tokens] after hidden states [tokens, hidden], float32; `LOGIT_ROWS` rows at a time."""
     losses = [
         F.cross_entropy(lm_head(states).float(), targets, reduction="none")
         for states, targets in zip(hidden.split(LOGIT_ROWS), ids.split(LOGIT_ROWS), strict=True)

@@ -26,13 +26,13 @@ class FramePositions:
         self._cached_positions = cache(self._positions)
 
     def frames(self, first: int, count: int) -> Tensor:
-        """Positions of consecutive frames from index `first` on: [axes, count * patches]"""
+        """Return the positions of consecutive frames from index `first` on: [axes, count * patches]."""
         begin, step = self._frame(0), self._frame(1) - self._frame(0)  # [axes, patches]
         indices = torch.arange(first, first + count, device=self.device)
         return (begin[:, None] + indices[:, None] * step[:, None]).flatten(1)
 
     def text(self, num_frames: int, count: int) -> Tensor:
-        """Positions of text after `num_frames` frames: [axes, count]"""
+        """Return the positions of text after `num_frames` frames: [axes, count]."""
         return self._first_text(num_frames)[:, None] + torch.arange(count, device=self.device)
 
     def _frame(self, at: int) -> Tensor:
@@ -40,7 +40,7 @@ class FramePositions:
         return self._cached_positions(2)[:, begin : begin + self.patches]
 
     def _first_text(self, num_frames: int) -> Tensor:  # [axes]
-        """The first text position may depend on whether the video is longer than wide; after that, on its length."""
+        """Return the first text position; it may depend on whether a video is longer than wide, then on its length."""
         far = 2 + max(self._grid or (0, 0))
         if num_frames <= far:
             return self._cached_positions(num_frames)[:, -1]
@@ -48,7 +48,7 @@ class FramePositions:
         return self._cached_positions(far)[:, -1] + (num_frames - far) * step
 
     def _positions(self, frames: int) -> Tensor:
-        """Positions of the prefix, `frames` frames and one text token: [axes, tokens]"""
+        """Return the positions of the prefix, `frames` frames and one text token: [axes, tokens]."""
         tokens = frames * self.patches
         if self.axes == 1:
             return torch.arange(self.prefix + tokens + 1, device=self.device)[None]

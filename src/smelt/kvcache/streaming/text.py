@@ -105,8 +105,8 @@ class TextStream:
 
     @torch.no_grad()
     def logits(self, text: str | Tokens) -> Tensor:
-        """Logits that predict each of these tokens after everything that was pushed: [tokens, vocab]. On an empty
-        stream the first row is missing. The cache is restored."""
+        """Return the logits that predict each of these tokens after everything that was pushed: [tokens, vocab]. On an
+        empty stream the first row is missing. The cache is restored."""
         ids = self._tokenizer.encode(text)
         self._check_request(len(ids), 0)
         with default_attention(self._network), self.cache.temporary():
@@ -152,7 +152,7 @@ class TextStream:
         self.num_compressions += 1
 
     def _forward_chunks(self, ids: Tensor) -> Tensor:
-        """Hidden states [tokens, hidden] of any number of tokens, chunk by chunk."""
+        """Return the hidden states [tokens, hidden] of any number of tokens, chunk by chunk."""
         return torch.cat([self._forward(chunk) for chunk in ids.split(self.chunk_size)])
 
     def _forward(self, ids: Tensor) -> Tensor:

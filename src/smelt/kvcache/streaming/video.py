@@ -105,7 +105,7 @@ class VideoStream:
 
     @torch.no_grad()
     def logits(self, question: Tokens) -> Tensor:
-        """Logits after each token of a question: [tokens, vocab]. The cache is restored."""
+        """Return the logits after each token of a question: [tokens, vocab]. The cache is restored."""
         ids = self._tokenizer.encode(question)
         with self._check_request(len(ids), 0).temporary():
             return self._question_logits(ids)

@@ -81,7 +81,7 @@ class FrameEncoder:
         return FrameLayout(patches, (side, side) if side * side == patches else None, trailing)
 
     def _tokens(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """All tokens of these inputs: [tokens, hidden]."""
+        """Return all tokens of these inputs: [tokens, hidden]."""
         output: Any = self._get_features(**inputs, return_dict=True)
         output = getattr(output, "pooler_output", output)
         output = output if isinstance(output, list | tuple) else [output]

@@ -49,7 +49,7 @@ class Adapters:
             raise RequestError(f"there is no adapter {name!r}; there are {', '.join(self._factors) or 'none'}.")
 
     @contextmanager
-    def applied(self, chunks: Sequence[ScheduledChunk], device: torch.device) -> Iterator[None]:
+    def apply(self, chunks: Sequence[ScheduledChunk], device: torch.device) -> Iterator[None]:
         """Apply adapters to the tokens of a step inside the context."""
         rows = _rows_by_adapter(chunks).items()
         with self._activate({name: torch.tensor(indices, device=device) for name, indices in rows}):
@@ -62,8 +62,8 @@ class Adapters:
         return torch.tensor(indices if any(indices) else [], dtype=torch.int64)
 
     @contextmanager
-    def applied_by_index(self, indices: Tensor) -> Iterator[None]:
-        """Do the same as `applied`, by adapter indices [tokens]."""
+    def apply_by_index(self, indices: Tensor) -> Iterator[None]:
+        """Do the same as `apply`, by adapter indices [tokens]."""
         rows_by_name = {name: (indices == index).nonzero()[:, 0] for index, name in enumerate(self._factors, 1)}
         with self._activate({name: rows for name, rows in rows_by_name.items() if len(rows)}):
             yield

@@ -20,7 +20,7 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listeners: dict[Request, Callable[[Event], None]] = {}
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -32,7 +32,7 @@ class AsyncEngine:
         self.close()
 
     def close(self) -> None:
-        self._orders.put(None)
+        self._commands.put(None)
         self._thread.join()
 
     async def stream(
@@ -50,7 +50,7 @@ class AsyncEngine:
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         requests: list[Request] = []
-        self._orders.put(lambda: self._submit(tokens, sampling, adapter, requests, listen))
+        self._commands.put(lambda: self._submit(tokens, sampling, adapter, requests, listen))
         detokenizers = [Detokenizer(tokenizer, tokens, sampling.stop) for _ in range(sampling.n)]
         unfinished = set(range(sampling.n))
         try:
@@ -65,9 +65,9 @@ class AsyncEngine:
                 if delta.reason:
                     unfinished.discard(sample)
                     if not event.reason:
-                        self._orders.put(lambda gone=event.request: self.engine.abort(gone))  # type: ignore[misc]
+                        self._commands.put(lambda request=event.request: self.engine.abort(request))  # type: ignore[misc]
         finally:
-            self._orders.put(lambda: self._drop(requests))
+            self._commands.put(lambda: self._drop(requests))
 
     def _submit(
         self, tokens: list[int], sampling: SamplingParams, adapter: str | None, requests: list[Request],
@@ -86,11 +86,11 @@ class AsyncEngine:
 
     def _run(self) -> None:
         while True:
-            while not self._orders.empty() or not self.engine.busy:
-                order = self._orders.get()
-                if order is None:
+            while not self._commands.empty() or not self.engine.busy:
+                command = self._commands.get()
+                if command is None:
                     return
-                order()
+                command()
             for event in self.engine.step():
                 listen = self._listeners.get(event.request)
                 if listen is not None:

@@ -48,7 +48,7 @@ class PagedCache:
         device: torch.device,
         kv_cache_dtype: str | None = None,
     ) -> PagedCache:
-        """`kv_cache_dtype`: a quantized KV cache dtype, or None for the model's own dtype."""
+        """Allocate a cache with quantized rows of `kv_cache_dtype`; None: rows of the model's own dtype."""
         shapes = _attention_layers(anatomy)
         kv_quant = {layer: kv_quant_format(kv_cache_dtype, head_dim) for layer, (_, head_dim) in shapes.items()}
 

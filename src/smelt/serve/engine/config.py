@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from smelt.errors import ConfigError, ModelError, RequestError
 from smelt.kvcache.eviction.policy import EvictionPolicy
-from smelt.kvcache.eviction.prefill import check_evictable, kv_shape_of
+from smelt.kvcache.eviction.prefill import check_evictable, find_kv_shape
 from smelt.kvcache.eviction.profile import EvictionProfile
 from smelt.kvcache.selection.config import SparseAttentionConfig
 from smelt.kvcache.selection.page_cache import OffloadConfig
@@ -26,29 +26,33 @@ _RENAMED = {  # accepted for one version
     "context": "max_model_len", "cache_bytes": "kv_cache_bytes", "block": "block_size", "chunk": "prefill_chunk_size",
     "batch_tokens": "max_num_batched_tokens", "batch_requests": "max_num_seqs", "queue": "max_queued",
     "devices": "tensor_parallel_size", "kv": "kv_profile", "select": "page_selection", "residence": "kv_offload",
-    "cap": "kv_token_cap", "kv_type": "kv_cache_dtype",
+    "cap": "kv_token_cap", "kv_type": "kv_cache_dtype", "prefix_cache": "enable_prefix_caching",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """How the KV cache is stored, and which of its tokens stay. At most one of the last policies can be chosen."""
+    """How the KV cache is stored, and which of its tokens stay: at most one of `kv_profile`, `page_selection` and
+    `kv_token_cap`."""
 
     block_size: int = 16  # tokens per block; with page_selection its page_size is used
     kv_cache_bytes: int | None = None  # by default a share of the free memory
     kv_cache_dtype: str | None = None  # model, int8, fp8 or int4; by default what the model was compressed for
-    prefix_cache: bool = True
+    enable_prefix_caching: bool = True
     kv_profile: EvictionPolicy | EvictionProfile | str | Path | None = None  # per-head eviction: `smelt kv profile`
     page_selection: SparseAttentionConfig | None = None  # sparse page attention; nothing is evicted
     kv_offload: OffloadConfig | None = None  # with page_selection: pages in host memory
     kv_token_cap: BoundedCacheConfig | None = None  # max cached tokens per request, however long its text
 
     def __post_init__(self) -> None:
+        _check_positive(self, "block_size", "kv_cache_bytes")
         check_kv_cache_dtype(self.kv_cache_dtype)
         policies = ("kv_profile", "page_selection", "kv_token_cap")
         chosen = [name for name in policies if getattr(self, name) is not None]
         if len(chosen) > 1:
             raise ConfigError(f"{' and '.join(chosen)} exclude each other; give one of them, not both.")
+        if self.kv_offload is not None and self.page_selection is None:
+            raise ConfigError("kv_offload keeps pages that are not selected in host memory; give page_selection, too.")
 
     @property
     def tokens_per_block(self) -> int:
@@ -71,6 +75,9 @@ class EngineConfig:
     kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
 
     def __post_init__(self) -> None:
+        _check_positive(
+            self, "max_num_batched_tokens", "max_num_seqs", "prefill_chunk_size", "max_queued", "tensor_parallel_size"
+        )
         if self.tensor_parallel_size > 1:
             cache = self.kv_cache
             if cache.kv_profile is not None:
@@ -82,14 +89,14 @@ class EngineConfig:
 
     @classmethod
     def from_fields(cls, **values: Any) -> EngineConfig:
-        """Build it from fields of this class and of `KVCacheConfig`, whose parts may be plain mappings."""
+        """Build a config from fields of this class and of `KVCacheConfig`, which may be plain mappings."""
         values = {_current_name(name): value for name, value in values.items()}
         cache_names = {cache_field.name for cache_field in fields(KVCacheConfig)}
         own = {name: value for name, value in values.items() if name not in cache_names and value is not None}
         cache = {name: value for name, value in values.items() if name in cache_names and value is not None}
         for name, config_type in (("page_selection", SparseAttentionConfig), ("kv_offload", OffloadConfig)):
             if name in cache:
-                cache[name] = _built(config_type, cache[name])
+                cache[name] = _build(config_type, cache[name])
         if isinstance(cache.get("kv_token_cap"), int):
             cache["kv_token_cap"] = BoundedCacheConfig(cache["kv_token_cap"])
         if cache or "kv_cache" not in own:
@@ -113,7 +120,7 @@ class EngineConfig:
     def check(self, model: Model) -> None:
         """Refuse what this model cannot do; its weights may still be on the meta device."""
         if model.task != "language":
-            raise ModelError(f"{model.source or 'this model'} is no language model: it cannot generate.")
+            raise ModelError(f"{model.source or 'this model'} is no language model: it cannot generate text.")
         self.resolve_max_model_len(model)
         if self.kv_cache.kv_profile is not None:
             eviction_policy(model, self.kv_cache)
@@ -127,20 +134,27 @@ def eviction_policy(model: Model, cache: KVCacheConfig) -> EvictionPolicy:
         return profile
     assert profile is not None
     profile = profile if isinstance(profile, EvictionProfile) else EvictionProfile.load(Path(profile))
-    profile.check_model(kv_shape_of(model))
+    profile.check_model(find_kv_shape(model))
     return EvictionPolicy.from_profile(profile, cache.tokens_per_block)
 
 
-def _built(kind: type[T], value: T | Mapping[str, Any]) -> T:
-    return kind(**value) if isinstance(value, Mapping) else value
+def _check_positive(config: EngineConfig | KVCacheConfig, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value:,}; it must be at least 1.")
+
+
+def _build(config_type: type[T], value: T | Mapping[str, Any]) -> T:
+    return config_type(**value) if isinstance(value, Mapping) else value
 
 
 def _current_name(name: str) -> str:
-    known = [config_field.name for config_field in (*fields(EngineConfig), *fields(KVCacheConfig))]
-    if name in known:
+    names = [config_field.name for config_field in (*fields(EngineConfig), *fields(KVCacheConfig))]
+    if name in names:
         return name
     if name in _RENAMED:
         warnings.warn(f"Engine({name}=...) is now Engine({_RENAMED[name]}=...).", FutureWarning, stacklevel=4)
         return _RENAMED[name]
-    near = get_close_matches(name, known, 1)
+    near = get_close_matches(name, names, 1)
     raise TypeError(f"Engine has no option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "."))

@@ -253,7 +253,7 @@ class Engine:
             for event in self.step():
                 if pending[event.request].add(event) and not event.reason:
                     self.scheduler.finish(event.request, "stop")
-        return [output.finished(request) for request, output in pending.items()]
+        return [output.build(request) for request, output in pending.items()]
 
 
 @dataclass
@@ -276,7 +276,7 @@ class _PendingOutput:
         self.text += delta.text
         return delta.reason
 
-    def finished(self, request: Request) -> RequestOutput:
+    def build(self, request: Request) -> RequestOutput:
         reason = "stop" if self.detokenizer.stopped is not None else request.reason
         prompt = self.prompt if isinstance(self.prompt, str) else ""
         cached = request.num_cached_tokens

@@ -10,7 +10,7 @@ import torch
 
 from smelt.errors import ModelError, RequestError, ResourceError
 from smelt.kvcache.eviction.policy import EvictionPolicy
-from smelt.kvcache.eviction.prefill import kv_shape_of
+from smelt.kvcache.eviction.prefill import find_kv_shape
 from smelt.kvcache.selection.config import SparseAttentionConfig
 from smelt.kvcache.streaming.config import BoundedCacheConfig
 from smelt.kvcache.streaming.infinipot import InfiniPotCompressor
@@ -114,15 +114,15 @@ def build(model: Model, config: EngineConfig, adapters: Adapters) -> tuple[Sched
     resolved = _ResolvedConfig(model, config, adapters, config.resolve_max_model_len(model), dtype)
     cache = config.kv_cache
     if cache.kv_token_cap is not None:
-        return _bounded(resolved, cache.kv_token_cap)
+        return _build_bounded(resolved, cache.kv_token_cap)
     if cache.page_selection is not None:
-        return _sparse(resolved, cache.page_selection)
+        return _build_sparse(resolved, cache.page_selection)
     if cache.kv_profile is not None:
-        return _per_head(resolved, eviction_policy(model, cache))
-    return _paged(resolved)
+        return _build_per_head(resolved, eviction_policy(model, cache))
+    return _build_paged(resolved)
 
 
-def _paged(resolved: _ResolvedConfig) -> tuple[Scheduler, Runner]:
+def _build_paged(resolved: _ResolvedConfig) -> tuple[Scheduler, Runner]:
     """Keep every token; a block holds all layers and heads."""
     model, config, dtype = resolved.model, resolved.config, resolved.kv_cache_dtype
     ranks = config.tensor_parallel_size
@@ -131,7 +131,7 @@ def _paged(resolved: _ResolvedConfig) -> tuple[Scheduler, Runner]:
     device = torch.device(config.device) if ranks > 1 else model.device
     bytes_per_block = -(-block_bytes(model.anatomy, resolved.block_size, model.network.dtype, dtype) // ranks)
     num_blocks = resolved.num_blocks(bytes_per_block, config.max_num_seqs * resolved.blocks_per_request, device)
-    pool = BlockPool(num_blocks, resolved.block_size, enable_prefix_caching=resolved.cache.prefix_cache)
+    pool = BlockPool(num_blocks, resolved.block_size, enable_prefix_caching=resolved.cache.enable_prefix_caching)
     return resolved.scheduler(PagedCacheManager(pool)), paged_runner(resolved, num_blocks)
 
 
@@ -162,14 +162,14 @@ def paged_gpu_runner(resolved: _ResolvedConfig, num_blocks: int) -> Runner:
     return GpuRunner(resolved.model, pages, max_num_seqs=max_num_seqs, max_model_len=length, adapters=resolved.adapters)
 
 
-def _sparse(resolved: _ResolvedConfig, selection: SparseAttentionConfig) -> tuple[Scheduler, Runner]:
+def _build_sparse(resolved: _ResolvedConfig, selection: SparseAttentionConfig) -> tuple[Scheduler, Runner]:
     """Evict nothing and attend to selected pages; with an offload config, pages live in host memory."""
     model, config, dtype = resolved.model, resolved.config, resolved.kv_cache_dtype
     offload = resolved.cache.kv_offload
     device = model.device if offload is None else torch.device("cpu")
     bytes_per_block = block_bytes(model.anatomy, resolved.block_size, model.network.dtype, dtype)
     num_blocks = resolved.num_blocks(bytes_per_block, config.max_num_seqs * resolved.blocks_per_request, device)
-    pool = BlockPool(num_blocks, resolved.block_size, enable_prefix_caching=resolved.cache.prefix_cache)
+    pool = BlockPool(num_blocks, resolved.block_size, enable_prefix_caching=resolved.cache.enable_prefix_caching)
     runner = SparseRunner(
         model, num_blocks=num_blocks, block_size=resolved.block_size, max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=resolved.max_model_len, selection=selection,
@@ -178,7 +178,7 @@ def _sparse(resolved: _ResolvedConfig, selection: SparseAttentionConfig) -> tupl
     return resolved.scheduler(PagedCacheManager(pool)), runner
 
 
-def _bounded(resolved: _ResolvedConfig, bound: BoundedCacheConfig) -> tuple[Scheduler, Runner]:
+def _build_bounded(resolved: _ResolvedConfig, bound: BoundedCacheConfig) -> tuple[Scheduler, Runner]:
     """Bound each request's KV cache. A step computes a prompt chunk beside one token of every request."""
     model, config, dtype = resolved.model, resolved.config, resolved.kv_cache_dtype
     compressor = InfiniPotCompressor(model, bound.method)
@@ -195,7 +195,7 @@ def _bounded(resolved: _ResolvedConfig, bound: BoundedCacheConfig) -> tuple[Sche
         )
     pool = BlockPool(num_blocks, resolved.block_size, enable_prefix_caching=False)
     empty = partial(BoundedCacheState.empty, size.capacity, model.device)
-    cache_manager = BoundedCacheManager(pool, size, empty, reuse=resolved.cache.prefix_cache)
+    cache_manager = BoundedCacheManager(pool, size, empty, reuse=resolved.cache.enable_prefix_caching)
     tokens = resolved.chunk_size + config.max_num_seqs
     runner = BoundedRunner(
         model, compressor, size, num_blocks=num_blocks, block_size=resolved.block_size, max_num_batched_tokens=tokens,
@@ -204,10 +204,10 @@ def _bounded(resolved: _ResolvedConfig, bound: BoundedCacheConfig) -> tuple[Sche
     return resolved.scheduler(cache_manager, tokens), runner
 
 
-def _per_head(resolved: _ResolvedConfig, policy: EvictionPolicy) -> tuple[Scheduler, Runner]:
+def _build_per_head(resolved: _ResolvedConfig, policy: EvictionPolicy) -> tuple[Scheduler, Runner]:
     """Evict per head as the policy says. A step computes a prompt chunk beside one token of every request."""
     model, config = resolved.model, resolved.config
-    head_dim = kv_shape_of(model).head_dim
+    head_dim = find_kv_shape(model).head_dim
     tokens, pages_per_cluster = resolved.chunk_size + config.max_num_seqs, resolved.blocks_per_request + 1
     row = row_bytes(head_dim, model.network.dtype, resolved.kv_cache_dtype)
     bytes_per_page = page_bytes(policy.clusters, row, resolved.block_size)
@@ -215,7 +215,7 @@ def _per_head(resolved: _ResolvedConfig, policy: EvictionPolicy) -> tuple[Schedu
     max_pages = config.max_num_seqs * len(policy.budgets) * pages_per_cluster
     num_pages = resolved.num_blocks(bytes_per_page, max_pages, model.device, reserved_bytes=staging * bytes_per_page)
     pool = BlockPool(num_pages, resolved.block_size, enable_prefix_caching=False)
-    cache_manager = PerHeadCacheManager(pool, policy, pages_per_cluster, reuse=resolved.cache.prefix_cache)
+    cache_manager = PerHeadCacheManager(pool, policy, pages_per_cluster, reuse=resolved.cache.enable_prefix_caching)
     cache = PerHeadCache.empty(
         policy.clusters, head_dim, num_pages=num_pages, num_staging_pages=staging, block_size=resolved.block_size,
         max_num_seqs=config.max_num_seqs, max_pages_per_cluster=pages_per_cluster, dtype=model.network.dtype,

@@ -165,7 +165,7 @@ class GpuRunner:
         if with_adapters:
             assert self.adapters is not None
             ids = torch.where(token_ids >= 0, token_ids, self._last_tokens[slots])
-            with self.adapters.applied(chunks, self.device):
+            with self.adapters.apply(chunks, self.device):
                 attention = self.pages.varlen_attention(chunks, slots, positions, self.network)
                 logits = attention.eager_logits(ids, rows)
         else:

@@ -57,7 +57,7 @@ class ModelRunner:
         adapters: Adapters | None = None,
         kv_cache_dtype: str | None = None,
     ) -> None:
-        """`kv_cache_dtype`: see `PagedCache.empty`."""
+        """Allocate the cache and the input buffers; `kv_cache_dtype` None is the model's own."""
         self.network, self.block_size, self.adapters = model.network, block_size, adapters
         self.kv_cache_dtype = kv_cache_dtype
         self.device, self.dtype = model.device, model.network.dtype
@@ -90,7 +90,7 @@ class ModelRunner:
         metadata = self._build_metadata(batch.chunks, count)
         requests = sampled_requests(batch.chunks)
         if self.adapters is not None and uses_adapters(batch.chunks):
-            with self.adapters.applied(batch.chunks, self.device):
+            with self.adapters.apply(batch.chunks, self.device):
                 logits = eager_logits(self.network, self._attention_fn(metadata), ids, positions, rows)
         else:
             logits = self._logits(ids, positions, rows, metadata)

@@ -91,12 +91,12 @@ class SparseRunner(ModelRunner):
     @property
     def resident_pages(self) -> int:
         """Return how many offloaded pages of running requests are cached on the device, over layers and heads."""
-        self._drop_ended()
+        self._drop_ended_requests()
         return 0 if self.host is None else sum(resident.count for resident in self.host.residents.values())
 
     def launch(self, batch: ScheduledBatch) -> InflightBatch:
         self.steps += 1
-        self._drop_ended()
+        self._drop_ended_requests()
         self._tracked_blocks |= {chunk.request: chunk.request.blocks for chunk in batch.chunks}
         self._batch = self._build_batch(batch.chunks)
         inflight = super().launch(batch)
@@ -111,7 +111,7 @@ class SparseRunner(ModelRunner):
 
         return attend
 
-    def _drop_ended(self) -> None:
+    def _drop_ended_requests(self) -> None:
         """Drop the device's pages of requests that finished or were preempted."""
         ended = [
             request

@@ -70,7 +70,7 @@ class TensorParallelRunner(ModelRunner):
             raise RuntimeError(f"a tensor-parallel worker exited with {ended.returncode}")
         tensors = [metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables.flatten(), metadata.slot_mapping]
         _broadcast([ids, positions, rows, *tensors, self._adapter_indices], self.device)
-        with self._shared_adapters.applied_by_index(self._adapter_indices):
+        with self._shared_adapters.apply_by_index(self._adapter_indices):
             return super()._logits(ids, positions, rows, metadata)
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ def run_worker(
             block_tables=block_tables.int().view(len(seq_lens), -1), slot_mapping=slot_mapping,
             max_seq_len=int(seq_lens.max()), query_lens=(cu_seqlens_q[1:] - cu_seqlens_q[:-1]).tolist(),
         )  # fmt: skip
-        with adapters.applied_by_index(adapter_indices):
+        with adapters.apply_by_index(adapter_indices):
             eager_logits(model.network, paged_attention_fn(cache, metadata), ids, positions, rows)
     distributed.destroy_process_group()
 

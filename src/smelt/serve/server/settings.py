@@ -127,7 +127,7 @@ class ServeConfig:
             "tensor_parallel_size": self.tensor_parallel_size,
             "kv_cache_bytes": None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30),
             "kv_cache_dtype": self.kv_cache_dtype,
-            "prefix_cache": self.enable_prefix_caching,
+            "enable_prefix_caching": self.enable_prefix_caching,
             "kv_profile": self.kv_profile,
             "page_selection": {"token_budget": self.kv_budget} if self.kv_select else None,
             "kv_offload": {} if self.kv_offload else None,

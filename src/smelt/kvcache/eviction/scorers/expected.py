@@ -46,8 +46,8 @@ class ExpectedAttention(Scorer):
         return scores
 
     def _logits(self, inputs: AttentionInputs) -> Tensor:
-        """Logits of the keys past `sink`: [batch, kv_heads, group, tokens past sink]. R^T is applied to the keys rather
-        than R to mu and Sigma."""
+        """Return the logits of the keys past `sink`: [batch, kv_heads, group, tokens past sink]. R^T is applied to the
+        keys rather than R to mu and Sigma."""
         keys = inputs.keys[..., self.sink :, :].float() @ self._rotation(inputs) * inputs.scale
         skip = min(self.skip, inputs.queries.shape[2] - 1)
         queries = inputs.queries[:, :, skip:].float().unflatten(1, (-1, inputs.num_queries_per_kv))
@@ -58,7 +58,8 @@ class ExpectedAttention(Scorer):
         return mean @ keys.mT + (spread * keys[:, :, None]).sum(dim=-1) / 2
 
     def _rotation(self, inputs: AttentionInputs) -> Tensor:
-        """R [head_dim, head_dim]: its columns are the unit vectors, rotated to each future position and averaged."""
+        """Return R [head_dim, head_dim]: its columns are the unit vectors, averaged over their rotations to each future
+        position."""
         head_dim = inputs.keys.shape[-1]
         units = torch.eye(head_dim, device=inputs.keys.device)[:, None].expand(head_dim, self.future, head_dim)
         return inputs.rotate(units, inputs.seq_len).float().mean(dim=1).mT

@@ -47,14 +47,14 @@ class SnapKV(Scorer):
         return scores
 
     def _observed(self, inputs: AttentionInputs) -> Tensor:
-        """[batch, kv_heads, group or 1, tokens]"""
+        """Return the mean attention of the window: [batch, kv_heads, group or 1, tokens]."""
         logits = last_query_logits(inputs, self.window)
         if self.sharing == "max":
             logits = logits.amax(dim=2, keepdim=True)
         return logits.softmax(dim=-1).mean(dim=-2)
 
     def _pooled(self, attention: Tensor) -> Tensor:
-        """[batch, kv_heads, group or 1, tokens] -> [batch, kv_heads, tokens]"""
+        """Pool over neighbors, then the group: [batch, kv_heads, group or 1, tokens] -> [batch, kv_heads, tokens]."""
         pool = functional.max_pool1d if self.pool == "max" else functional.avg_pool1d
         pooled: Tensor = pool(attention.flatten(0, 1), self.kernel, stride=1, padding=self.kernel // 2)
         return pooled.mean(dim=1).unflatten(0, attention.shape[:2])

@@ -68,7 +68,7 @@ class BoundedCacheManager(KVCacheManager):
         self._session_blocks = 0  # held only by finished sessions
 
     def blocks_needed(self, request: Request, tokens: int) -> int:
-        """All blocks of the cap, with the catalyst prompt, from the first compression on."""
+        """Return all blocks of the cap, with the catalyst prompt, from the first compression on."""
         return self.pool.blocks_for(tokens if tokens <= self.size.max_text_tokens else self.size.capacity)
 
     def admit(self, request: Request, reserved: int) -> bool:

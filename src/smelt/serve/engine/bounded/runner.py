@@ -153,7 +153,7 @@ class BoundedRunner(ModelRunner):
     def _adapter_context(self, chunks: Sequence[ScheduledChunk]) -> AbstractContextManager[None]:
         if self.adapters is None or not uses_adapters(chunks):
             return nullcontext()
-        return self.adapters.applied(chunks, self.device)
+        return self.adapters.apply(chunks, self.device)
 
 
 def _record_novelty(chunks: Sequence[ScheduledChunk], known: Tensor, sampled: Tensor) -> None:

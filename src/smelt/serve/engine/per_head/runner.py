@@ -69,7 +69,7 @@ class PerHeadRunner:
         rows = self._to_device(np.array(logits_indices(chunks), dtype=np.int64))
         if self.compiled is not None and not batch.eviction_chunks and not with_adapters:
             return self.compiled.logits(ids, batch.positions, rows, _attention_metadata(batch))
-        with self.adapters.applied(chunks, self.device) if with_adapters else nullcontext():  # type: ignore[union-attr]
+        with self.adapters.apply(chunks, self.device) if with_adapters else nullcontext():  # type: ignore[union-attr]
             return eager_logits(self.network, per_head_attention(batch, self._compress), ids, batch.positions, rows)
 
     def _token_inputs(self, chunks: list[ScheduledChunk]) -> tuple[Tensor, Tensor]:
