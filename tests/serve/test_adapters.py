@@ -103,7 +103,7 @@ def test_rslora_scale(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"peft_type": "IA3"}, "only LORA"),
         ({"use_dora": True}, "use_dora"),
@@ -114,10 +114,10 @@ def test_rslora_scale(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_unsupported_adapters_are_refused(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+def test_unsupported_adapters_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     network = BUILDS["llama"]()
     folder = write_adapter(tmp_path / "a", network, 0, **change)
-    with pytest.raises(ModelError, match=told):
+    with pytest.raises(ModelError, match=message):
         Engine(Model(network), adapters={"a": folder}, **SMALL)
 
 
@@ -126,7 +126,7 @@ def test_files_that_do_not_match_the_model(tmp_path: Path) -> None:
     other = write_adapter(tmp_path / "other", BUILDS["qwen2"](), 0)
     file = other / "adapter_model.safetensors"
 
-    def told(tensors: dict[str, torch.Tensor]) -> str:
+    def message(tensors: dict[str, torch.Tensor]) -> str:
         save_file(tensors, file)
         with pytest.raises(ModelError) as raised:
             Engine(Model(network), adapters={"a": other}, **SMALL)
@@ -134,14 +134,14 @@ def test_files_that_do_not_match_the_model(tmp_path: Path) -> None:
 
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
     pair = {name.format("A"): torch.zeros(2, 32), name.format("B"): torch.zeros(32, 2)}
-    assert "outputs; the model has" in told({**pair, name.format("B"): torch.zeros(31, 2)})
-    assert "more than pairs" in told({**pair, "base_model.model.lm_head.weight": torch.zeros(2)})
-    assert "more than pairs" in told({name.format("A"): torch.zeros(2, 32)})
+    assert "outputs; the model has" in message({**pair, name.format("B"): torch.zeros(31, 2)})
+    assert "more than pairs" in message({**pair, "base_model.model.lm_head.weight": torch.zeros(2)})
+    assert "more than pairs" in message({name.format("A"): torch.zeros(2, 32)})
     nowhere = {key.replace("q_proj", "x_proj"): tensor for key, tensor in pair.items()}
-    assert "not a linear layer" in told(nowhere)
+    assert "not a linear layer" in message(nowhere)
     head = {key.replace("model.layers.0.self_attn.q_proj", "lm_head"): tensor for key, tensor in pair.items()}
     head["base_model.model.lm_head.lora_B.weight"] = torch.zeros(99, 2)
-    assert "the LM head" in told(head)
+    assert "the LM head" in message(head)
     file.unlink()
     with pytest.raises(ModelError, match="safetensors only"):
         Engine(Model(network), adapters={"a": other}, **SMALL)

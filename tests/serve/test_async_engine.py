@@ -27,7 +27,7 @@ def live() -> Iterator[AsyncEngine]:
         yield running
 
 
-async def whole(live: AsyncEngine, prompt: str, **settings: Any) -> tuple[str, str, int]:
+async def collect(live: AsyncEngine, prompt: str, **settings: Any) -> tuple[str, str, int]:
     text, reason, num_chunks = "", "", 0
     async for chunk in live.stream(prompt, smelt.SamplingParams(max_tokens=20, temperature=0, **settings)):
         text, reason, num_chunks = text + chunk.text, chunk.reason or reason, num_chunks + 1
@@ -38,7 +38,7 @@ def test_streams_match_generate(live: AsyncEngine) -> None:
     prompts = ["the cat ", "a bird", "the child sees the d"]
 
     async def all_at_once() -> list[tuple[str, str, int]]:
-        return await asyncio.gather(*(whole(live, prompt) for prompt in prompts))
+        return await asyncio.gather(*(collect(live, prompt) for prompt in prompts))
 
     actual = asyncio.run(all_at_once())
     live.close()
@@ -48,7 +48,7 @@ def test_streams_match_generate(live: AsyncEngine) -> None:
 
 
 def test_a_stop_string_ends_a_stream_and_frees_its_blocks(live: AsyncEngine) -> None:
-    text, reason, _ = asyncio.run(whole(live, "the cat ", stop=("t h e",)))
+    text, reason, _ = asyncio.run(collect(live, "the cat ", stop=("t h e",)))
     assert reason == "stop" and "t h e" not in text
     assert _free(live)
 
@@ -69,7 +69,7 @@ def test_leaving_early_frees_the_blocks(live: AsyncEngine) -> None:
 
 def test_a_refused_request_fails_only_for_its_caller(live: AsyncEngine) -> None:
     async def both() -> list[Any]:
-        return await asyncio.gather(whole(live, "x" * 200), whole(live, "the cat "), return_exceptions=True)
+        return await asyncio.gather(collect(live, "x" * 200), collect(live, "the cat "), return_exceptions=True)
 
     refused, answered = asyncio.run(both())
     assert isinstance(refused, RequestError) and answered[1] == "length"

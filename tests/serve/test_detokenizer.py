@@ -114,10 +114,10 @@ BYTES = st.lists(st.sampled_from([*range(256), *[0x80, 0xE2, 0x82, 0xAC, 0xF0, 0
 
 @settings(max_examples=500, deadline=None)
 @given(BYTES, st.integers(0, 99), st.integers(1, 30))
-def test_invalid_bytes_are_not_held_back(tokens: list[int], seed: int, most: int) -> None:
+def test_invalid_bytes_are_not_held_back(tokens: list[int], seed: int, max_tokens: int) -> None:
     rng, stream, shown, start = random.Random(seed), Detokenizer(TOKENIZER, []), "", 0
     while start < len(tokens):
-        count = rng.randrange(1, most + 1)
+        count = rng.randrange(1, max_tokens + 1)
         shown += stream.push(tokens[start : start + count])
         start += count
         decoded = TOKENIZER.decode(tokens[:start])
@@ -127,11 +127,11 @@ def test_invalid_bytes_are_not_held_back(tokens: list[int], seed: int, most: int
 
 @settings(max_examples=300, deadline=None)
 @given(TEXT, TEXT, st.integers(0, 99), st.integers(1, 12))
-def test_multibyte_characters_are_emitted_complete(text: str, before: str, seed: int, most: int) -> None:
+def test_multibyte_characters_are_emitted_complete(text: str, before: str, seed: int, max_tokens: int) -> None:
     tokens, rng = list(text.encode()), random.Random(seed)
     stream, chunks = Detokenizer(FALLBACK, list(before.encode())), []
     while tokens:
-        count = rng.randrange(1, most + 1)
+        count = rng.randrange(1, max_tokens + 1)
         chunks.append(stream.push(tokens[:count]))
         del tokens[:count]
     assert "".join([*chunks, stream.finish()]) == text and not any("\ufffd" in chunk for chunk in chunks)
@@ -139,7 +139,7 @@ def test_multibyte_characters_are_emitted_complete(text: str, before: str, seed:
 
 @settings(max_examples=500, deadline=None)
 @given(st.text(alphabet="a語🙂", max_size=12), st.integers(0, 999), st.integers(1, 9))
-def test_tokens_may_contain_parts_of_two_characters(text: str, seed: int, most: int) -> None:
+def test_tokens_may_contain_parts_of_two_characters(text: str, seed: int, max_tokens: int) -> None:
     rng, left, tokens = random.Random(seed), text.encode(), []
     while left:
         count = rng.randrange(1, 4)
@@ -147,7 +147,7 @@ def test_tokens_may_contain_parts_of_two_characters(text: str, seed: int, most: 
         left = left[count:]
     stream, chunks, start = Detokenizer(Spelled(tokens), []), [], 0  # type: ignore[arg-type]
     while start < len(tokens):
-        count = min(rng.randrange(1, most + 1), len(tokens) - start)
+        count = min(rng.randrange(1, max_tokens + 1), len(tokens) - start)
         chunks.append(stream.push(range(start, start + count)))
         start += count
     assert "".join([*chunks, stream.finish()]) == text and not any("\ufffd" in chunk for chunk in chunks)

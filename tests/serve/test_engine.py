@@ -253,12 +253,12 @@ def test_generate_with_texts_and_a_stop_string(llama: tuple[PreTrainedModel, Any
 
 def test_an_aborted_request_frees_its_blocks(llama: tuple[PreTrainedModel, Any]) -> None:
     engine = engine_of(llama[0])
-    (gone,), (kept,) = engine.submit(prompts()[0], GREEDY), engine.submit(prompts()[1], GREEDY)
+    (aborted,), (kept,) = engine.submit(prompts()[0], GREEDY), engine.submit(prompts()[1], GREEDY)
     for _ in range(3):
         engine.step()
-    engine.abort(gone)
+    engine.abort(aborted)
     run(engine)
-    assert gone.state is RequestStatus.FINISHED and gone.reason == "abort" and len(gone.output) < 16
+    assert aborted.state is RequestStatus.FINISHED and aborted.reason == "abort" and len(aborted.output) < 16
     assert kept.output == llama[1][1]
 
 
@@ -299,12 +299,12 @@ def test_eos_stop_tokens_and_min_tokens(llama: tuple[PreTrainedModel, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    ("prompt", "told"),
+    ("prompt", "message"),
     [([], "empty"), ([5] * 96, "must fit into 96"), ([5, 99], "no token 99"), ([-1], "no token -1")],
 )
-def test_bad_prompts(llama: tuple[PreTrainedModel, Any], prompt: list[int], told: str) -> None:
+def test_bad_prompts(llama: tuple[PreTrainedModel, Any], prompt: list[int], message: str) -> None:
     engine = engine_of(llama[0])
-    with pytest.raises(RequestError, match=told):
+    with pytest.raises(RequestError, match=message):
         engine.submit(prompt, GREEDY)
     assert not engine.busy
 

@@ -31,13 +31,13 @@ from tests.tiny import BUILDS
 
 
 @pytest.fixture(autouse=True)
-def _everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def _gpu_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enable the GPU runner also without a CUDA device."""
 
-    def chosen(parts: Any, num_blocks: int) -> Any:
-        return (paged_gpu_runner if parts.config.compiled else paged_runner)(parts, num_blocks)
+    def select_runner(resolved: Any, num_blocks: int) -> Any:
+        return (paged_gpu_runner if resolved.config.compiled else paged_runner)(resolved, num_blocks)
 
-    monkeypatch.setattr(factory, "paged_runner", chosen)
+    monkeypatch.setattr(factory, "paged_runner", select_runner)
 
 
 def engine_of(name: str, **more: Any) -> tuple[Engine, Any]:
@@ -62,7 +62,7 @@ def test_after_warmup_nothing_is_captured_or_compiled(monkeypatch: pytest.Monkey
     captured = set(engine.runner._captured)  # type: ignore[attr-defined]
     assert captured == {1, 2, 4, 8, 16} and engine.state()["steps"] == 0
     texts, compiled = prompts(12), []
-    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **told: compiled.append(told["repr"]))
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **options: compiled.append(options["repr"]))
     assert answers(engine, texts) == [expected(network, text) for text in texts]
     assert set(engine.runner._captured) == captured and not compiled  # type: ignore[attr-defined]
 
@@ -92,10 +92,10 @@ def test_requests_that_need_previous_tokens_wait_for_them() -> None:
     assert seeded.output == alone[0] and all(len(request.output) == 16 for request in others)
 
 
-@pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
-def test_greedy_tokens_with_a_quantized_cache_match_the_module(kind: str) -> None:
-    engine, network = engine_of("llama", kv_cache_dtype=kind)
-    plain = Engine(Model(network), **SMALL, kv_cache_dtype=kind, compiled=False)
+@pytest.mark.parametrize("kv_cache_dtype", KV_QUANT_DTYPES)
+def test_greedy_tokens_with_a_quantized_cache_match_the_module(kv_cache_dtype: str) -> None:
+    engine, network = engine_of("llama", kv_cache_dtype=kv_cache_dtype)
+    plain = Engine(Model(network), **SMALL, kv_cache_dtype=kv_cache_dtype, compiled=False)
     texts = [tokens[-5:] for tokens in prompts(3)]
     params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
     assert engine.runner.backend.startswith("fused-gpu") and plain.runner.backend.startswith("eager")
@@ -109,30 +109,36 @@ def random_pages(blocks: int, size: int, kv_heads: int, width: int, rows: KVQuan
     return [(page if rows is None else rows.quantize(page)).to(DEVICE) for page in pages]
 
 
-def alike(found: torch.Tensor, wanted: torch.Tensor, rows: KVQuantFormat | None) -> bool:
+def pages_close(actual: torch.Tensor, reference: torch.Tensor, rows: KVQuantFormat | None) -> bool:
     """Compare pages. Bytes may differ in a few codes (rounding at a half), scales in the last bit."""
     if rows is None:
-        return torch.allclose(found, wanted, atol=1e-5)
+        return torch.allclose(actual, reference, atol=1e-5)
     near = torch.allclose(
-        rows.dequantize(found), rows.dequantize(wanted), rtol=0.13, atol=0.6 if rows.name == INT4 else 0.05
+        rows.dequantize(actual), rows.dequantize(reference), rtol=0.13, atol=0.6 if rows.name == INT4 else 0.05
     )
     if rows.name != INT4:
-        scales = [page[..., -QPARAM_BYTES:].contiguous().view(torch.float32) for page in (found, wanted)]
+        scales = [page[..., -QPARAM_BYTES:].contiguous().view(torch.float32) for page in (actual, reference)]
         near &= torch.allclose(*scales, rtol=1e-6)
-        found, wanted = found[..., :-QPARAM_BYTES], wanted[..., :-QPARAM_BYTES]
-    return near and int((found != wanted).sum()) <= 2
+        actual, reference = actual[..., :-QPARAM_BYTES], reference[..., :-QPARAM_BYTES]
+    return near and int((actual != reference).sum()) <= 2
 
 
 PLAIN = [(splits, window, normed, None, 24) for splits in (1, 4) for window in (None, 70) for normed in (False, True)]
-FEW_BITS = [each for kind in KV_QUANT_DTYPES for each in ((1, None, True, kind, 24), (4, 70, False, kind, 32))]
+FEW_BITS = [
+    each
+    for kv_cache_dtype in KV_QUANT_DTYPES
+    for each in ((1, None, True, kv_cache_dtype, 24), (4, 70, False, kv_cache_dtype, 32))
+]
 
 
-@pytest.mark.parametrize(("splits", "window", "normed", "kind", "width"), [*PLAIN, *FEW_BITS])
-def test_decode_attention(splits: int, window: int | None, normed: bool, kind: str | None, width: int) -> None:
+@pytest.mark.parametrize(("splits", "window", "normed", "kv_cache_dtype", "width"), [*PLAIN, *FEW_BITS])
+def test_decode_attention(
+    splits: int, window: int | None, normed: bool, kv_cache_dtype: str | None, width: int
+) -> None:
     """New keys are rotated, written and attended to, as by rotating, writing and then running the reference."""
     torch.manual_seed(0)
     lengths, size, heads, kv_heads = [300, 1, 64, 0], 16, 9, 3
-    rows = None if kind is None else KVQuantFormat.for_head_dim(kind, width)
+    rows = None if kv_cache_dtype is None else KVQuantFormat.for_head_dim(kv_cache_dtype, width)
     pages = random_pages(100, size, kv_heads, width, rows)
     tables = torch.randperm(100)[:80].view(4, 20).int().to(DEVICE)
     slots = torch.tensor([2, 0, 3, 1], device=DEVICE)
@@ -152,7 +158,7 @@ def test_decode_attention(splits: int, window: int | None, normed: bool, kind: s
     reference = paged_attention_reference(queries[:3], *pages, batch, 0.2, window, rows)
     assert torch.allclose(actual[:3], reference.flatten(1), atol=1e-4)
     assert bool((actual[3] == 0).all())  # a padding row
-    assert all(alike(page, other, rows) for page, other in zip(pages, others, strict=True))
+    assert all(pages_close(page, other, rows) for page, other in zip(pages, others, strict=True))
     assert not bool(split_counter.any())  # ready for the next call
 
 
@@ -186,19 +192,19 @@ def test_tokens_still_on_the_device_are_embedded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "kind", "width"),
+    ("window", "kv_cache_dtype", "width"),
     [
         (None, None, 16),
         (20, None, 16),
         (150, None, 16),
-        *[(20, kind, 24) for kind in KV_QUANT_DTYPES],
+        *[(20, kv_cache_dtype, 24) for kv_cache_dtype in KV_QUANT_DTYPES],
         (None, INT4, 16),
     ],
 )
-def test_prefill_attention(window: int | None, kind: str | None, width: int) -> None:
+def test_prefill_attention(window: int | None, kv_cache_dtype: str | None, width: int) -> None:
     torch.manual_seed(1)
     lengths, counts, size = [330, 5, 70], [100, 5, 1], 8
-    rows = None if kind is None else KVQuantFormat.for_head_dim(kind, width)
+    rows = None if kv_cache_dtype is None else KVQuantFormat.for_head_dim(kv_cache_dtype, width)
     pages = random_pages(60, size, 2, width, rows)
     tables = torch.stack([torch.randperm(60)[:42] for _ in lengths]).int().to(DEVICE)
     starts = torch.tensor([0, 100, 105, 106], dtype=torch.int32, device=DEVICE)
@@ -210,12 +216,12 @@ def test_prefill_attention(window: int | None, kind: str | None, width: int) -> 
     assert torch.allclose(result, paged_attention_reference(queries, *pages, batch, 0.25, window, rows), atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
+@pytest.mark.parametrize("kv_cache_dtype", KV_QUANT_DTYPES)
 @pytest.mark.parametrize("width", [64, 128])
-def test_quantized_rows_in_half_precision(kind: str, width: int) -> None:
+def test_quantized_rows_in_half_precision(kv_cache_dtype: str, width: int) -> None:
     """One token and many attend to codes that are dequantized several at a time."""
     torch.manual_seed(7)
-    rows, size, length = KVQuantFormat.for_head_dim(kind, width), 16, 200
+    rows, size, length = KVQuantFormat.for_head_dim(kv_cache_dtype, width), 16, 200
     pages = random_pages(40, size, 2, width, rows)
     tables = torch.randperm(40, device=DEVICE)[:26].view(2, 13).int()
     lengths, ends = [length, length - 60], torch.tensor([length, length - 60], device=DEVICE)
@@ -240,11 +246,11 @@ def test_quantized_rows_in_half_precision(kind: str, width: int) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
-def test_small_weights_are_not_lost_in_half_precision(kind: str) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", KV_QUANT_DTYPES)
+def test_small_weights_are_not_lost_in_half_precision(kv_cache_dtype: str) -> None:
     """One key takes nearly all of the attention; the contribution of the many others survives."""
     torch.manual_seed(6)
-    rows, length = KVQuantFormat.for_head_dim(kind, 16), 640
+    rows, length = KVQuantFormat.for_head_dim(kv_cache_dtype, 16), 640
     keys, values = 0.1 * torch.randn(80, 8, 1, 16), 1e-3 + 1e-4 * torch.rand(80, 8, 1, 16)
     keys[3, 0], values[3, 0] = 1.0, 0.0
     pages = [rows.quantize(rows.rotate(keys)).to(DEVICE), rows.quantize(values).to(DEVICE)]
@@ -284,24 +290,24 @@ def test_argmax_returns_the_first_of_equal_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("normed", "kind", "width"),
+    ("normed", "kv_cache_dtype", "width"),
     [
         (False, None, 12),
         (True, None, 12),
-        *[(True, kind, 12) for kind in KV_QUANT_DTYPES],
+        *[(True, kv_cache_dtype, 12) for kv_cache_dtype in KV_QUANT_DTYPES],
         (False, INT8, 6),
         (False, INT4, 16),
     ],
 )
 @pytest.mark.parametrize("together", [1, 2, 8])
 def test_rope_and_cache_writes(
-    normed: bool, kind: str | None, width: int, together: int, monkeypatch: pytest.MonkeyPatch
+    normed: bool, kv_cache_dtype: str | None, width: int, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("smelt.kernels.gpu.rope.MANY_TOKENS", 1)
     monkeypatch.setattr("smelt.kernels.gpu.rope.HEADS_PER_PROGRAM", together)
     torch.manual_seed(3)
     heads, kv_heads, tokens = 4, 2, 5
-    rows = None if kind is None else KVQuantFormat.for_head_dim(kind, width)
+    rows = None if kv_cache_dtype is None else KVQuantFormat.for_head_dim(kv_cache_dtype, width)
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * width)
     cosines, sines = torch.randn(9, width), torch.randn(9, width)
     positions, slot_mapping = torch.tensor([0, 8, 3, 3, 1]), torch.tensor([7, 0, 11, -1, 4])
@@ -326,7 +332,7 @@ def test_rope_and_cache_writes(
     real = slot_mapping >= 0
     for page, reference in ((pages[0], keys), (pages[1], values)):
         written = page.cpu().flatten(0, 1)
-        assert alike(written[slot_mapping[real]], reference[real], rows)
+        assert pages_close(written[slot_mapping[real]], reference[real], rows)
         assert int((written.float().abs().sum((1, 2)) > 0).sum()) == 4  # the token without a slot is not written
 
 

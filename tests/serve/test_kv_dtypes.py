@@ -76,35 +76,37 @@ def by_transformers(network: PreTrainedModel, prompt: list[int], kv: KVCacheForm
     return list(output[0, len(prompt) :].tolist())
 
 
-def engine_of(network: PreTrainedModel, kind: str | None, **more: Any) -> Engine:
-    return Engine(Model(copy.deepcopy(network)), **{**SMALL, "kv_cache_dtype": kind, **more})
+def engine_of(network: PreTrainedModel, kv_cache_dtype: str | None, **more: Any) -> Engine:
+    return Engine(Model(copy.deepcopy(network)), **{**SMALL, "kv_cache_dtype": kv_cache_dtype, **more})
 
 
-def same(found: list[list[int]], wanted: list[list[int]]) -> bool:
+def same(actual: list[list[int]], reference: list[list[int]]) -> bool:
     """Compare up to a near tie: all answers begin alike, and all but one end alike."""
-    return sum(a != b for a, b in zip(found, wanted, strict=True)) <= 1 and all(
-        a[:3] == b[:3] for a, b in zip(found, wanted, strict=True)
+    return sum(a != b for a, b in zip(actual, reference, strict=True)) <= 1 and all(
+        a[:3] == b[:3] for a, b in zip(actual, reference, strict=True)
     )
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
-def test_tokens_match_a_cache_in_the_same_format(llama: PreTrainedModel, kind: str, compiled: bool) -> None:
-    engine = engine_of(llama, kind, compiled=compiled)
-    expected = [by_transformers(llama, prompt, SAME[kind]) for prompt in prompts(4)]
+@pytest.mark.parametrize("kv_cache_dtype", KV_QUANT_DTYPES)
+def test_tokens_match_a_cache_in_the_same_format(llama: PreTrainedModel, kv_cache_dtype: str, compiled: bool) -> None:
+    engine = engine_of(llama, kv_cache_dtype, compiled=compiled)
+    expected = [by_transformers(llama, prompt, SAME[kv_cache_dtype]) for prompt in prompts(4)]
     assert same(answers(engine, prompts(4)), expected)
-    if kind == INT4 and compiled:  # and differ from an unquantized cache
-        caches = (SAME[kind], KVCacheFormat())
+    if kv_cache_dtype == INT4 and compiled:  # and differ from an unquantized cache
+        caches = (SAME[kv_cache_dtype], KVCacheFormat())
         packed_ones, plain_ones = ([by_transformers(llama, prompt, kv) for prompt in prompts(24)] for kv in caches)
         assert packed_ones != plain_ones
 
 
 @with_program
-@pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
-def test_the_program_matches_the_module(kind: str) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", KV_QUANT_DTYPES)
+def test_the_program_matches_the_module(kv_cache_dtype: str) -> None:
     network = wide()
-    engine, plain = engine_of(network, kind), engine_of(network, kind, compiled=False)
-    assert engine.runner.backend == f"compiled-cpu, {kind} KV cache" and plain.runner.backend.startswith("eager")
+    engine, plain = engine_of(network, kv_cache_dtype), engine_of(network, kv_cache_dtype, compiled=False)
+    assert engine.runner.backend == f"compiled-cpu, {kv_cache_dtype} KV cache" and plain.runner.backend.startswith(
+        "eager"
+    )
     assert answers(engine, prompts()) == answers(plain, prompts())
 
 
@@ -116,11 +118,11 @@ def test_narrow_heads_have_no_program_in_four_bits(llama: PreTrainedModel) -> No
 
 @with_program
 @pytest.mark.parametrize("width", [24, 32, 64, 128])
-@pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
+@pytest.mark.parametrize("kv_cache_dtype", KV_QUANT_DTYPES)
 @pytest.mark.parametrize("window", [None, 30])
-def test_compiled_attention_over_rows(kind: str, width: int, window: int | None) -> None:
+def test_compiled_attention_over_rows(kv_cache_dtype: str, width: int, window: int | None) -> None:
     torch.manual_seed(3)
-    rows = KVQuantFormat(kind, width)
+    rows = KVQuantFormat(kv_cache_dtype, width)
     lengths, counts, size = [290, 5, 70], [100, 5, 1], 8
     pages = [rows.quantize(torch.randn(60, size, 2, width)) for _ in range(2)]
     tables = torch.stack([torch.randperm(60)[:37] for _ in lengths]).int()
@@ -133,22 +135,24 @@ def test_compiled_attention_over_rows(kind: str, width: int, window: int | None)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
-def test_heads_that_keep_everything_match_plain_pages_in_the_same_format(kind: str, compiled: bool) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", KV_QUANT_DTYPES)
+def test_heads_that_keep_everything_match_plain_pages_in_the_same_format(kv_cache_dtype: str, compiled: bool) -> None:
     network = wide()
-    expected = answers(engine_of(network, kind, compiled=False), prompts())
-    engine = engine_of(network, kind, compiled=compiled, kv_profile=retention(1.0, 3, 1), enable_prefix_caching=False)
+    expected = answers(engine_of(network, kv_cache_dtype, compiled=False), prompts())
+    engine = engine_of(
+        network, kv_cache_dtype, compiled=compiled, kv_profile=retention(1.0, 3, 1), enable_prefix_caching=False
+    )
     assert answers(engine, prompts()) == expected
 
 
-@pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
-def test_heads_that_keep_little(llama: PreTrainedModel, kind: str) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", KV_QUANT_DTYPES)
+def test_heads_that_keep_little(llama: PreTrainedModel, kv_cache_dtype: str) -> None:
     """The scorer sees quantized keys, and selects nearly the same tokens."""
     texts = [prompt * 3 for prompt in prompts(4, seed=5)]
     expected = answers(engine_of(llama, None, kv_profile=retention(0.4), enable_prefix_caching=False), texts)
-    engine = engine_of(llama, kind, kv_profile=retention(0.4))
+    engine = engine_of(llama, kv_cache_dtype, kv_profile=retention(0.4))
     actual = answers_without_a_check(engine, texts)
-    assert sum(a[:4] == b[:4] for a, b in zip(actual, expected, strict=True)) >= (2 if kind == INT4 else 3)
+    assert sum(a[:4] == b[:4] for a, b in zip(actual, expected, strict=True)) >= (2 if kv_cache_dtype == INT4 else 3)
     assert isinstance(engine.scheduler.cache_manager, PerHeadCacheManager)
     engine.scheduler.cache_manager.drop_sessions()
     assert engine.pool.num_free_blocks == engine.pool.num_blocks
@@ -161,21 +165,26 @@ def answers_without_a_check(engine: Engine, texts: list[list[int]]) -> list[list
     return [request.output for request in requests]
 
 
-@pytest.mark.parametrize("residence", [None, OffloadConfig(num_slots=24, keep_steps=3, refresh_interval=2)], ids=str)
-@pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
-def test_selecting_all_pages_matches_plain_pages_in_the_same_format(kind: str, residence: OffloadConfig | None) -> None:
+@pytest.mark.parametrize("offload", [None, OffloadConfig(num_slots=24, keep_steps=3, refresh_interval=2)], ids=str)
+@pytest.mark.parametrize("kv_cache_dtype", KV_QUANT_DTYPES)
+def test_selecting_all_pages_matches_plain_pages_in_the_same_format(
+    kv_cache_dtype: str, offload: OffloadConfig | None
+) -> None:
     network, everything = wide(), SparseAttentionConfig(page_size=4, token_budget=96, sink_pages=1, recent_pages=1)
-    expected = answers(engine_of(network, kind), prompts(3))
-    assert answers(engine_of(network, kind, page_selection=everything, kv_offload=residence), prompts(3)) == expected
+    expected = answers(engine_of(network, kv_cache_dtype), prompts(3))
+    assert (
+        answers(engine_of(network, kv_cache_dtype, page_selection=everything, kv_offload=offload), prompts(3))
+        == expected
+    )
 
 
-@pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
-def test_a_text_that_fits_a_bounded_cache_matches_plain_pages(kind: str) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", KV_QUANT_DTYPES)
+def test_a_text_that_fits_a_bounded_cache_matches_plain_pages(kv_cache_dtype: str) -> None:
     network = wide()
-    expected = answers(engine_of(network, kind, compiled=False), prompts())
+    expected = answers(engine_of(network, kv_cache_dtype, compiled=False), prompts())
     engine = engine_of(
         network,
-        kind,
+        kv_cache_dtype,
         kv_token_cap=BoundedCacheConfig(100, 40, InfiniPot(prompt=(5, 6, 7))),
         max_model_len=None,
         enable_prefix_caching=False,
@@ -183,31 +192,31 @@ def test_a_text_that_fits_a_bounded_cache_matches_plain_pages(kind: str) -> None
     assert answers(engine, prompts()) == expected
 
 
-@pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
-def test_a_bounded_cache_is_compressed_like_an_unquantized_one(kind: str) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", KV_QUANT_DTYPES)
+def test_a_bounded_cache_is_compressed_like_an_unquantized_one(kv_cache_dtype: str) -> None:
     """The same tokens stay, and their keys are rotated to their new positions before they are quantized again."""
     torch.manual_seed(5)
     model = Model(wide())
-    distiller = InfiniPotCompressor(model, InfiniPot(prompt=(5, 6, 7)))
+    compressor = InfiniPotCompressor(model, InfiniPot(prompt=(5, 6, 7)))
     keys, values = torch.randn(2, 3, 40, 2, 64).unbind(0)  # [layers, tokens, kv_heads, head_dim]
     attention = {layer: torch.rand(2, 40) for layer in range(3)}
     rows = torch.randperm(48)[:40]
     caches = []
-    for dtype in (None, kind):
+    for dtype in (None, kv_cache_dtype):
         cache = PagedCache.empty(model.anatomy, 12, 4, torch.float32, torch.device("cpu"), dtype)
         pages = BoundedCachePages(cache, 12, torch.float32)
-        for layer, form in cache.kv_quant.items():
-            _, new_keys, new_values = quantize_qkv(form, keys[layer], keys[layer], values[layer])
+        for layer, kv_quant in cache.kv_quant.items():
+            _, new_keys, new_values = quantize_qkv(kv_quant, keys[layer], keys[layer], values[layer])
             store_kv(new_keys, new_values, cache.keys[layer], cache.values[layer], rows)
-        pages.number(rows, torch.arange(40))
-        pages.keep(rows, attention, torch.arange(0, 40, 3), 14, distiller)
+        pages.record(rows, torch.arange(40))
+        pages.keep(rows, attention, torch.arange(0, 40, 3), 14, compressor)
         caches.append(
             ([pages.keys(layer, rows[:14]) for layer in range(3)], pages.token_indices.flatten(0, 1)[rows[:14]])
         )
     (plain, plain_numbers), (quantized, numbers) = caches
     assert torch.equal(numbers, plain_numbers)
     for a, b in zip(quantized, plain, strict=True):
-        assert float((a - b).norm() / b.norm()) < {INT8: 0.012, FP8: 0.05, INT4: 0.16}[kind]
+        assert float((a - b).norm() / b.norm()) < {INT8: 0.012, FP8: 0.05, INT4: 0.16}[kv_cache_dtype]
 
 
 def test_more_tokens_fit(llama: PreTrainedModel) -> None:

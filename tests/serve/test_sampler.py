@@ -23,8 +23,8 @@ def request(prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), seed: 
     return Request(RequestId("a"), list(prompt), SamplingParams(**more), 10**6, seed=seed, tokens=[*prompt, *output])
 
 
-def token(logits: Tensor, asked: Request, eos_token_ids: tuple[int, ...] = ()) -> int:
-    return int(sample(logits[None], [asked], eos_token_ids).tokens[0])
+def token(logits: Tensor, sampled: Request, eos_token_ids: tuple[int, ...] = ()) -> int:
+    return int(sample(logits[None], [sampled], eos_token_ids).tokens[0])
 
 
 def allowed(logits: list[float], sampling: SamplingParams) -> dict[int, float]:
@@ -32,30 +32,30 @@ def allowed(logits: list[float], sampling: SamplingParams) -> dict[int, float]:
     largest = max(logits)
     weights = [math.exp((value - largest) / sampling.temperature) for value in logits]
     weight_sum = sum(weights)
-    order = sorted(range(len(logits)), key=lambda place: -weights[place])
+    order = sorted(range(len(logits)), key=lambda index: -weights[index])
     kept, above = [], 0.0
-    for rank, place in enumerate(order):
-        share = weights[place] / weight_sum
+    for rank, index in enumerate(order):
+        share = weights[index] / weight_sum
         inside = above < sampling.top_p and share >= sampling.min_p * weights[order[0]] / weight_sum
         if rank == 0 or (inside and not (sampling.top_k and rank >= sampling.top_k)):
-            kept.append(place)
+            kept.append(index)
         above += share
-    total = sum(weights[place] for place in kept)
-    return {place: weights[place] / total for place in kept}
+    total = sum(weights[index] for index in kept)
+    return {index: weights[index] / total for index in kept}
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "params",
     [
         {}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.3}, {"top_k": 5, "top_p": 0.6},
         {"temperature": 3.0, "top_p": 0.9, "min_p": 0.05, "top_k": 9},
     ],
     ids=str,
 )  # fmt: skip
-def test_frequencies(asked: dict[str, Any]) -> None:
+def test_frequencies(params: dict[str, Any]) -> None:
     torch.manual_seed(0)
     logits, draws = torch.randn(WORDS) * 2, 6000
-    rows = [request(seed=seed, **asked) for seed in range(draws)]
+    rows = [request(seed=seed, **params) for seed in range(draws)]
     counts = Counter(sample(logits.expand(draws, -1), rows).tokens.tolist())
     expected = allowed(logits.tolist(), rows[0].sampling)
     assert set(counts) <= set(expected)

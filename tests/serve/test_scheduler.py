@@ -134,11 +134,11 @@ def steps_of(scheduler: Scheduler) -> list[ScheduledBatch]:
     steps, clerk = [], Clerk(scheduler, 0)
     plan = scheduler.schedule
 
-    def noted() -> ScheduledBatch:
+    def recording_schedule() -> ScheduledBatch:
         steps.append(plan())
         return steps[-1]
 
-    scheduler.schedule = noted  # type: ignore[method-assign]
+    scheduler.schedule = recording_schedule  # type: ignore[method-assign]
     while clerk.turn():
         pass
     return steps
@@ -280,10 +280,10 @@ def test_least_recently_freed_blocks_are_evicted_first_and_tails_before_heads() 
 
 def test_double_free_and_over_allocation_are_errors() -> None:
     pool = BlockPool(2, 4)
-    taken = pool.allocate(1)
-    pool.release(taken)
+    blocks = pool.allocate(1)
+    pool.release(blocks)
     with pytest.raises(RuntimeError, match="twice"):
-        pool.release(taken)
+        pool.release(blocks)
     with pytest.raises(RuntimeError, match="free"):
         pool.allocate(3)
 

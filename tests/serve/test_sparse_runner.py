@@ -34,11 +34,11 @@ BLOCK_BYTES = 3 * 2 * 4 * 2 * 8 * 4
 TIGHT = OffloadConfig(
     num_slots=24, keep_steps=3, refresh_interval=2
 )  # one request of maximum length, or a few short ones at once
-PLACES = [None, OffloadConfig(keep_steps=2), TIGHT, OffloadConfig(num_slots=24, keep_steps=0)]
+OFFLOADS = [None, OffloadConfig(keep_steps=2), TIGHT, OffloadConfig(num_slots=24, keep_steps=0)]
 
 
 def selecting(
-    network: PreTrainedModel, selection: SparseAttentionConfig, residence: OffloadConfig | None = None,
+    network: PreTrainedModel, selection: SparseAttentionConfig, offload: OffloadConfig | None = None,
     record: bool = False, device: str = "cpu", **more: Any,
 ) -> tuple[Engine, SparseRunner]:  # fmt: skip
     engine = Engine(Model(copy.deepcopy(network).to(device)), **{**SMALL, **more})
@@ -51,7 +51,7 @@ def selecting(
         max_model_len=engine.max_model_len,
         adapters=engine.adapters,
         selection=selection,
-        kv_offload=residence,
+        kv_offload=offload,
         record=record,
     )
     engine.runner = runner
@@ -65,15 +65,15 @@ def llama() -> tuple[PreTrainedModel, list[list[int]]]:
     return network, answers(Engine(Model(copy.deepcopy(network)), **SMALL), prompts())
 
 
-@pytest.mark.parametrize("residence", PLACES, ids=str)
+@pytest.mark.parametrize("offload", OFFLOADS, ids=str)
 @pytest.mark.parametrize(
     "more", [{}, {"prefill_chunk_size": 5}, {"max_num_batched_tokens": 7}, {"enable_prefix_caching": False}], ids=str
 )
 def test_with_all_pages_it_matches_the_plain_engine(
-    llama: tuple[PreTrainedModel, list[list[int]]], residence: OffloadConfig | None, more: dict[str, Any]
+    llama: tuple[PreTrainedModel, list[list[int]]], offload: OffloadConfig | None, more: dict[str, Any]
 ) -> None:
     network, reference = llama
-    engine, _ = selecting(network, ALL, residence, **more)
+    engine, _ = selecting(network, ALL, offload, **more)
     assert answers(engine, prompts()) == reference
     assert answers(engine, prompts()) == reference  # on blocks that were used before, some from the prefix cache
 
@@ -83,12 +83,12 @@ def long_answers(llama: tuple[PreTrainedModel, list[list[int]]]) -> list[list[in
     return [expected(llama[0], text, 30) for text in prompts(6, 3)]
 
 
-@pytest.mark.parametrize("residence", PLACES, ids=str)
+@pytest.mark.parametrize("offload", OFFLOADS, ids=str)
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 def test_after_preemption(
     llama: tuple[PreTrainedModel, Any],
     long_answers: list[list[int]],
-    residence: OffloadConfig | None,
+    offload: OffloadConfig | None,
     enable_prefix_caching: bool,
 ) -> None:
     network, _ = llama
@@ -96,7 +96,7 @@ def test_after_preemption(
     engine, runner = selecting(
         network,
         ALL,
-        residence,
+        offload,
         kv_cache_bytes=24 * BLOCK_BYTES,
         enable_prefix_caching=enable_prefix_caching,
         max_num_seqs=3,
@@ -130,7 +130,9 @@ def test_a_pruned_network_with_per_layer_widths(empty: tuple[str, ...], tmp_path
 def test_a_half_precision_network() -> None:
     network = BUILDS["llama"]().to(torch.bfloat16)
     reference = answers(Engine(Model(copy.deepcopy(network)), compiled=False, **SMALL), prompts())
-    assert [answers(selecting(network, ALL, device)[0], prompts()) for device in PLACES] == [reference] * len(PLACES)
+    assert [answers(selecting(network, ALL, device)[0], prompts()) for device in OFFLOADS] == [reference] * len(
+        OFFLOADS
+    )
 
 
 def test_adapters(tmp_path: Path) -> None:
@@ -151,7 +153,7 @@ def test_a_few_pages_wherever_they_are_stored(
     network, _ = llama
     selection = SparseAttentionConfig(digest, page_size=4, token_budget=12, sink_pages=1, recent_pages=1)
     long = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-    results = [answers(selecting(network, selection, device)[0], prompts(4), long) for device in PLACES]
+    results = [answers(selecting(network, selection, device)[0], prompts(4), long) for device in OFFLOADS]
     alone = [answers(selecting(network, selection)[0], [text], long)[0] for text in prompts(4)]
     assert all(tokens == alone for tokens in results)
     assert (
@@ -261,15 +263,15 @@ def test_a_growing_budget_needs_slots_for_the_longest_text() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("residence", PLACES, ids=str)
-def test_on_a_gpu(llama: tuple[PreTrainedModel, list[list[int]]], residence: OffloadConfig | None) -> None:
+@pytest.mark.parametrize("offload", OFFLOADS, ids=str)
+def test_on_a_gpu(llama: tuple[PreTrainedModel, list[list[int]]], offload: OffloadConfig | None) -> None:
     network, reference = llama
-    engine, runner = selecting(network, ALL, residence, device="cuda", compiled=False)
+    engine, runner = selecting(network, ALL, offload, device="cuda", compiled=False)
     assert answers(engine, prompts()) == reference
     if runner.host is not None:
         assert runner.host._keys[0].is_pinned() and runner.host._key_slots[0].is_cuda
     results = [
-        answers(selecting(network, FEW, device, device="cuda", compiled=False)[0], prompts()) for device in PLACES
+        answers(selecting(network, FEW, device, device="cuda", compiled=False)[0], prompts()) for device in OFFLOADS
     ]
     assert all(tokens == results[0] for tokens in results)
     torch.cuda.synchronize()

@@ -43,8 +43,8 @@ def engine() -> Engine:
     return Engine(Model(LlamaForCausalLM(config).eval(), tokenizer), block_size=8, kv_cache_bytes=10**7)
 
 
-def answer(engine: Engine, form: StructuredOutputParams, **more: Any) -> list[str]:
-    sampling = SamplingParams(**{"max_tokens": 300, "seed": 1, **more}, structured_output=form)
+def answer(engine: Engine, constraint: StructuredOutputParams, **more: Any) -> list[str]:
+    sampling = SamplingParams(**{"max_tokens": 300, "seed": 1, **more}, structured_output=constraint)
     outputs = engine.generate(["write: "], sampling)
     assert all(output.reason == "stop" for output in outputs), [output.text for output in outputs]
     return [output.text for output in outputs]
@@ -88,25 +88,25 @@ def test_any_json_object(engine: Engine) -> None:
 def test_beside_unconstrained_answers_and_after_preemption(engine: Engine) -> None:
     free = engine.submit([7, 8, 9], SamplingParams(max_tokens=30, temperature=0, ignore_eos=True))[0]
     alone = engine.submit([7, 8, 9], SamplingParams(max_tokens=30, temperature=0, ignore_eos=True))[0]
-    formed = engine.submit(
+    constrained = engine.submit(
         [7, 8, 9], SamplingParams(max_tokens=50, seed=4, structured_output=StructuredOutputParams("regex", "[xyz]{20}"))
     )[0]
     preempted = False
     while engine.busy:
         engine.step()
-        if len(formed.output) == 7 and not preempted:
+        if len(constrained.output) == 7 and not preempted:
             preempted = True
             step = engine.scheduler.schedule()  # as if blocks had run out
-            engine.scheduler._preempt(formed, step)
-            engine._read(engine.runner.launch(type(step)([p for p in step.chunks if p.request is not formed])))
-            formed.num_inflight = 0
-    assert preempted and free.output == alone.output and formed.preemptions == 1
+            engine.scheduler._preempt(constrained, step)
+            engine._read(engine.runner.launch(type(step)([p for p in step.chunks if p.request is not constrained])))
+            constrained.num_inflight = 0
+    assert preempted and free.output == alone.output and constrained.preemptions == 1
     assert engine.model.tokenizer is not None
-    assert re.fullmatch("[xyz]{20}", engine.model.tokenizer.decode(formed.output, skip_special_tokens=True))
+    assert re.fullmatch("[xyz]{20}", engine.model.tokenizer.decode(constrained.output, skip_special_tokens=True))
 
 
 @pytest.mark.parametrize(
-    ("form", "told"),
+    ("constraint", "message"),
     [
         (("schema", "{"), "not a JSON schema"),
         (("schema", '{"type": "nothing"}'), "cannot be followed"),
@@ -118,14 +118,14 @@ def test_beside_unconstrained_answers_and_after_preemption(engine: Engine) -> No
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_impossible_formats(engine: Engine, form: tuple[str, str], told: str) -> None:
-    with pytest.raises(RequestError, match=told) as raised:
-        engine.submit([5], SamplingParams(structured_output=StructuredOutputParams(*form)))
+def test_impossible_formats(engine: Engine, constraint: tuple[str, str], message: str) -> None:
+    with pytest.raises(RequestError, match=message) as raised:
+        engine.submit([5], SamplingParams(structured_output=StructuredOutputParams(*constraint)))
     assert "\n" not in str(raised.value) and not engine.busy
 
 
 @pytest.mark.parametrize(
-    "form",
+    "constraint",
     [
         StructuredOutputParams("regex", "((a{1,500}){1,500}){1,500}"),
         StructuredOutputParams("regex", "(a|aa|aaa)*(b|bb|ab)*" * 200),
@@ -136,10 +136,10 @@ def test_impossible_formats(engine: Engine, form: tuple[str, str], told: str) ->
     ],
     ids=["nested counts", "ambiguous", "large arrays", "deep"],
 )
-def test_pathological_formats_take_bounded_time(engine: Engine, form: StructuredOutputParams) -> None:
+def test_pathological_formats_take_bounded_time(engine: Engine, constraint: StructuredOutputParams) -> None:
     start = time.perf_counter()
     with contextlib.suppress(RequestError):
-        engine.submit([5], SamplingParams(max_tokens=3, structured_output=form))
+        engine.submit([5], SamplingParams(max_tokens=3, structured_output=constraint))
     while engine.busy:
         engine.step()
     assert time.perf_counter() - start < 10

@@ -53,7 +53,7 @@ def test_the_client_parses_into_a_class(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "pattern"),
+    ("constraint", "pattern"),
     [
         ({"regex": "[ab]{4}c?"}, "[ab]{4}c?"),
         ({"choice": ["yes", 'say "no"', "a|b"]}, r"yes|say \"no\"|a\|b"),
@@ -62,9 +62,9 @@ def test_the_client_parses_into_a_class(client: openai.OpenAI) -> None:
     ],
     ids=str,
 )
-def test_other_formats(client: openai.OpenAI, asked: dict[str, Any], pattern: str) -> None:
+def test_other_formats(client: openai.OpenAI, constraint: dict[str, Any], pattern: str) -> None:
     answer = client.completions.create(
-        model=NAME, prompt="hi", max_tokens=200, n=3, seed=5, extra_body={"structured_outputs": asked}
+        model=NAME, prompt="hi", max_tokens=200, n=3, seed=5, extra_body={"structured_outputs": constraint}
     )
     for choice in answer.choices:
         assert choice.finish_reason == "stop" and re.fullmatch(pattern, choice.text), choice.text

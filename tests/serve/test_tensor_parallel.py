@@ -211,7 +211,7 @@ NARROW = [described("int4-asym/8@float16"), described("int8", "int8"), described
 @pytest.mark.parametrize(
     ("build", "scheme"),
     [*((wide_llama, scheme) for scheme in SPLIT), *((small_gpt2, scheme) for scheme in NARROW)],
-    ids=lambda given: given.__name__ if callable(given) else str(given.to_json()),
+    ids=lambda value: value.__name__ if callable(value) else str(value.to_json()),
 )
 def test_ranks_match_the_unsplit_model(
     build: Callable[[], Model], scheme: QuantizationScheme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

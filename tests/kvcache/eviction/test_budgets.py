@@ -146,8 +146,8 @@ def test_ada_matches_brute_force(sizes: Sizes, keep: float, seed: int, levels: i
                 ranked = sorted((-value, token) for token, value in enumerate(values))
                 for rank, (value, token) in enumerate(ranked):
                     cells.append((-math.inf if rank < safe else value, token, head))
-            chosen = [head for _, _, head in sorted(cells)[: heads * per_head]]
-            assert counts[layer, row].tolist() == [chosen.count(head) for head in range(heads)]
+            selected = [head for _, _, head in sorted(cells)[: heads * per_head]]
+            assert counts[layer, row].tolist() == [selected.count(head) for head in range(heads)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -165,8 +165,8 @@ def test_global_topk_matches_brute_force(sizes: Sizes, keep: float, seed: int, l
             for token in range(tokens)
         )
         several = max(total_budget(scores, keep), int(num_forced(scores)[:, row].sum()))
-        chosen = [(layer, head) for _, _, layer, head in cells[:several]]
-        expected = [[chosen.count((layer, head)) for head in range(heads)] for layer in range(layers)]
+        selected = [(layer, head) for _, _, layer, head in cells[:several]]
+        expected = [[selected.count((layer, head)) for head in range(heads)] for layer in range(layers)]
         assert counts[:, row].tolist() == expected
 
 

@@ -178,7 +178,7 @@ def test_splits_follow_budgets() -> None:
         splits_per_cluster(budgets, 0)
 
 
-@given(values=st.lists(st.floats(0, 1), min_size=1, max_size=20), most=st.integers(1, 64))
-def test_splits_are_monotone_and_in_range(values: list[float], most: int) -> None:
-    table = splits_per_cluster(torch.tensor(sorted(values), dtype=torch.float64), most)
-    assert (table.diff() >= 0).all() and table.min() >= 1 and table.max() <= most
+@given(values=st.lists(st.floats(0, 1), min_size=1, max_size=20), max_splits=st.integers(1, 64))
+def test_splits_are_monotone_and_in_range(values: list[float], max_splits: int) -> None:
+    table = splits_per_cluster(torch.tensor(sorted(values), dtype=torch.float64), max_splits)
+    assert (table.diff() >= 0).all() and table.min() >= 1 and table.max() <= max_splits

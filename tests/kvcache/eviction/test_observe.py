@@ -19,7 +19,7 @@ from tests.tiny import BUILDS
 PROMPT, MORE = 20, 5
 
 
-def given(name: str = "llama") -> tuple[Model, Tensor, Tensor]:
+def build_inputs(name: str = "llama") -> tuple[Model, Tensor, Tensor]:
     ids = torch.randint(3, 99, (2, PROMPT + MORE), generator=torch.Generator().manual_seed(1))
     return Model(BUILDS[name]()), ids[:, :PROMPT], ids[:, PROMPT:]
 
@@ -36,14 +36,14 @@ def some(model: Model, count: int) -> Tensor:
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
 @torch.no_grad()
 def test_observing_changes_nothing_and_records_all_attention_inputs(name: str) -> None:
-    model, prompt, more = given(name)
+    model, prompt, more = build_inputs(name)
     plain = model.network(torch.cat((prompt, more), dim=1)).logits
-    reading = record_prefill(model, prompt)
-    assert torch.allclose(reading.logits, plain[:, PROMPT - 1], atol=1e-5)
-    assert torch.allclose(decode_logits(model, reading, None, more), plain[:, PROMPT:], atol=1e-5)
-    assert torch.allclose(decode_logits(model, reading, None, more), plain[:, PROMPT:], atol=1e-5)  # unchanged cache
-    assert reading.seq_len == PROMPT and len(reading.layers) == 3
-    for inputs in reading.layers:
+    prefill = record_prefill(model, prompt)
+    assert torch.allclose(prefill.logits, plain[:, PROMPT - 1], atol=1e-5)
+    assert torch.allclose(decode_logits(model, prefill, None, more), plain[:, PROMPT:], atol=1e-5)
+    assert torch.allclose(decode_logits(model, prefill, None, more), plain[:, PROMPT:], atol=1e-5)  # unchanged cache
+    assert prefill.seq_len == PROMPT and len(prefill.layers) == 3
+    for inputs in prefill.layers:
         keys, queries = inputs.keys, inputs.rotate(inputs.queries, 0)
         products = queries @ keys.repeat_interleave(inputs.num_queries_per_kv, dim=1).transpose(-1, -2) * inputs.scale
         assert products.shape == (2, inputs.queries.shape[1], PROMPT, PROMPT) and bool(products.isfinite().all())
@@ -52,7 +52,7 @@ def test_observing_changes_nothing_and_records_all_attention_inputs(name: str) -
 @torch.no_grad()
 def test_rope_on_queries_is_inverted_and_reapplied() -> None:
     """The first layer's queries are a projection of the embeddings, known without any attention."""
-    model, prompt, _ = given()
+    model, prompt, _ = build_inputs()
     network: Any = model.network
     layer = network.model.layers[0]
     raw = layer.self_attn.q_proj(layer.input_layernorm(network.model.embed_tokens(prompt)))
@@ -68,42 +68,42 @@ def test_rope_on_queries_is_inverted_and_reapplied() -> None:
 
 @torch.no_grad()
 def test_masking_tokens_equals_evicting_them() -> None:
-    model, prompt, more = given()
-    reading, kept = record_prefill(model, prompt), some(model, 7)
-    actual = decode_logits(model, reading, kept, more)
+    model, prompt, more = build_inputs()
+    prefill, kept = record_prefill(model, prompt), some(model, 7)
+    actual = decode_logits(model, prefill, kept, more)
     cache = DynamicCache(config=model.network.config)
-    for layer, inputs in enumerate(reading.layers):
+    for layer, inputs in enumerate(prefill.layers):
         indices = kept[layer].nonzero()[:, 2].view(2, -1, 7)[..., None].expand(-1, -1, -1, inputs.keys.shape[-1])
         cache.update(inputs.keys.gather(2, indices), inputs.values.gather(2, indices), layer)
     positions = torch.arange(PROMPT, PROMPT + MORE)[None].expand(2, -1)
     expected = model.network(more, past_key_values=cache, position_ids=positions).logits
     assert torch.allclose(actual, expected, atol=1e-5)
-    assert not torch.allclose(actual, decode_logits(model, reading, None, more), atol=1e-3)
+    assert not torch.allclose(actual, decode_logits(model, prefill, None, more), atol=1e-3)
 
 
 @torch.no_grad()
 def test_one_prompt_under_many_masks_in_one_batch() -> None:
-    model, prompt, more = given()
-    reading, masks = record_prefill(model, prompt[:1]), some(model, 7)
-    batched = decode_logits(model, reading, masks, more[:1])
-    alone = [decode_logits(model, reading, masks[:, index : index + 1], more[:1]) for index in range(2)]
+    model, prompt, more = build_inputs()
+    prefill, masks = record_prefill(model, prompt[:1]), some(model, 7)
+    batched = decode_logits(model, prefill, masks, more[:1])
+    alone = [decode_logits(model, prefill, masks[:, index : index + 1], more[:1]) for index in range(2)]
     assert torch.allclose(batched, torch.cat(alone), atol=1e-5)
 
 
 @torch.no_grad()
 def test_masked_tokens_have_no_effect() -> None:
-    model, prompt, more = given()
-    reading, kept = record_prefill(model, prompt), some(model, 12)
-    before = decode_logits(model, reading, kept, more)
+    model, prompt, more = build_inputs()
+    prefill, kept = record_prefill(model, prompt), some(model, 12)
+    before = decode_logits(model, prefill, kept, more)
     for layer in range(3):
-        reading.layers[layer].keys[~kept[layer]], reading.layers[layer].values[~kept[layer]] = 50.0, -50.0
-    assert torch.equal(decode_logits(model, reading, kept, more), before)
+        prefill.layers[layer].keys[~kept[layer]], prefill.layers[layer].values[~kept[layer]] = 50.0, -50.0
+    assert torch.equal(decode_logits(model, prefill, kept, more), before)
 
 
 @torch.no_grad()
 def test_attention_while_the_prompt_is_repeated() -> None:
     """Against loops over one long text: the prompt, the request, and the prompt's chunks again."""
-    model, prompt, _ = given()
+    model, prompt, _ = build_inputs()
     prompt, ask, chunk = prompt[:1], torch.tensor([5, 6]), 12
     layers = record_reconstruction(model, record_prefill(model, prompt), prompt, ask, chunk=chunk, sink=2).layers
     for begin, end in ((0, 12), (12, 20)):

@@ -19,7 +19,7 @@ from smelt.kvcache.eviction.profile import EvictionProfile, KVShape, rank_stabil
 SHAPE = KVShape("qwen3", 5, 3, 128)
 
 
-def found(samples: int = 7, seed: int = 0) -> torch.Tensor:
+def sample_ratios(samples: int = 7, seed: int = 0) -> torch.Tensor:
     random = torch.Generator().manual_seed(seed)
     heads = torch.rand(5, 3, generator=random, dtype=torch.float64) ** 3
     return (heads + 0.05 * torch.randn(samples, 5, 3, generator=random, dtype=torch.float64)).clamp(0, 1)
@@ -27,15 +27,15 @@ def found(samples: int = 7, seed: int = 0) -> torch.Tensor:
 
 def made(**changed: Any) -> EvictionProfile:
     settings = {"scorer_params": {"window": 32, "pool": "max", "eps": 0.01}} | changed
-    return EvictionProfile.from_ratios(SHAPE, "snapkv", 0.3, found(), **settings)
+    return EvictionProfile.from_ratios(SHAPE, "snapkv", 0.3, sample_ratios(), **settings)
 
 
 def test_mean_and_deviation_match_the_samples() -> None:
     profile = made(alpha=1.5)
     assert profile.num_samples == 7
-    assert np.allclose(profile.mean, found().numpy().mean(0), rtol=0, atol=1e-15)
-    assert np.allclose(profile.std, found().numpy().std(0), rtol=0, atol=1e-15)
-    expected = (found().numpy().mean(0) + 1.5 * found().numpy().std(0)).clip(0, 1)
+    assert np.allclose(profile.mean, sample_ratios().numpy().mean(0), rtol=0, atol=1e-15)
+    assert np.allclose(profile.std, sample_ratios().numpy().std(0), rtol=0, atol=1e-15)
+    expected = (sample_ratios().numpy().mean(0) + 1.5 * sample_ratios().numpy().std(0)).clip(0, 1)
     assert np.allclose(profile.budgets.numpy(), expected, rtol=0, atol=1e-15)
     assert made().alpha == 2.0
 
@@ -79,7 +79,7 @@ def test_ratios_exclude_tokens_that_are_always_kept() -> None:
 
 
 def test_rank_stability_is_the_correlation_of_ranks() -> None:
-    values = found()
+    values = sample_ratios()
     values[:, 0, :2] = 0.0  # ties
     expected = [spearmanr(row, values.flatten(1).mean(0)).statistic for row in values.flatten(1)]
     assert np.allclose(rank_stability(values), expected)
@@ -94,7 +94,7 @@ def test_a_profile_is_read_as_it_was_written(
 ) -> None:
     path = tmp_path_factory.mktemp("profile") / "model.kv.json"
     profile = EvictionProfile.from_ratios(
-        SHAPE, "snapkv", keep, found(seed=seed), {"window": 32, "max": True, "eps": 1e-2}, alpha
+        SHAPE, "snapkv", keep, sample_ratios(seed=seed), {"window": 32, "max": True, "eps": 1e-2}, alpha
     )
     profile.save(path)
     reloaded = EvictionProfile.load(path)
@@ -118,14 +118,14 @@ def test_a_profile_of_another_model_is_refused(other: KVShape) -> None:
 @pytest.mark.parametrize("keep", [0, 2, -1.0])
 def test_a_keep_outside_0_to_1_is_refused(keep: float, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"keep is .* share of a prompt"):
-        EvictionProfile.from_ratios(SHAPE, "snapkv", keep, found())
+        EvictionProfile.from_ratios(SHAPE, "snapkv", keep, sample_ratios())
     with pytest.raises(ConfigError, match="share of a prompt"):
         EvictionProfile.load(written(tmp_path, keep_ratio=keep))
 
 
 def test_an_empty_sample_is_refused() -> None:
     with pytest.raises(DataError, match="at least one sample"):
-        EvictionProfile.from_ratios(SHAPE, "snapkv", 0.3, found()[:0])
+        EvictionProfile.from_ratios(SHAPE, "snapkv", 0.3, sample_ratios()[:0])
 
 
 def test_cluster_size_is_the_largest_divisor_and_round_trips(tmp_path: Path) -> None:

@@ -56,21 +56,21 @@ def softmax(logits: list[float]) -> list[float]:
     return [power / sum(powers) for power in powers]
 
 
-def logit(seen: AttentionInputs, b: int, head: int, place: int, t: int) -> float:
+def logit(inputs: AttentionInputs, b: int, head: int, position: int, t: int) -> float:
     """Return the product of one head's query at one position with the key of token t."""
-    query = seen.rotate(seen.queries[b, head, place : place + 1].double(), place)[0]
-    return float(query @ seen.keys[b, head // GROUP, t].double()) * seen.scale
+    query = inputs.rotate(inputs.queries[b, head, position : position + 1].double(), position)[0]
+    return float(query @ inputs.keys[b, head // GROUP, t].double()) * inputs.scale
 
 
-def attention(seen: AttentionInputs, b: int, head: int, place: int) -> list[float]:
+def attention(inputs: AttentionInputs, b: int, head: int, position: int) -> list[float]:
     """Return one query's attention to all tokens, zero for those after it."""
-    weights = softmax([logit(seen, b, head, place, t) for t in range(place + 1)])
-    return weights + [0.0] * (seen.seq_len - place - 1)
+    weights = softmax([logit(inputs, b, head, position, t) for t in range(position + 1)])
+    return weights + [0.0] * (inputs.seq_len - position - 1)
 
 
-def close(found: Tensor, wanted: Tensor) -> None:
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-6)
+def close(actual: Tensor, reference: Tensor) -> None:
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual.double(), reference, rtol=1e-4, atol=1e-6)
 
 
 # Formulas as loops

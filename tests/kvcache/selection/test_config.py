@@ -40,9 +40,9 @@ def test_selection_matches_brute_force(
             sink + window + more, next(count for count in range(num_pages + 1) if count >= share * num_pages - 1e-6)
         )
         assert counts[row] == min(reference, num_pages)
-        always = {place for place in range(num_pages) if place < sink or place >= num_pages - window}
+        always = {page for page in range(num_pages) if page < sink or page >= num_pages - window}
         for head in range(2):
-            best = sorted(set(range(num_pages)) - always, key=lambda place: -float(scores[row, head, place]))
+            best = sorted(set(range(num_pages)) - always, key=lambda page: -float(scores[row, head, page]))
             expected = sorted([*always, *best[: counts[row] - len(always)]])
             pages = selected[row, head].tolist()
             assert pages[: counts[row]] == expected and expected[-1] == num_pages - 1
@@ -69,7 +69,7 @@ def test_pages_without_a_summary_are_not_selected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"token_budget": 0}, "budget of 0 tokens holds no page"), ({"token_budget": -32}, "holds no page"),
         ({"token_budget": 96}, "2 sink and 2 recent pages are 128 tokens, more than the budget of 96"),
@@ -79,6 +79,6 @@ def test_pages_without_a_summary_are_not_selected() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_impossible_settings_are_refused(wrong: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_impossible_settings_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         SparseAttentionConfig(**wrong)

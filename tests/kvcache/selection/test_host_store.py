@@ -30,11 +30,11 @@ def fill(pages: HostPageStore | DevicePageStore, seed: int = 0) -> None:
         pages.write(layer, keys, values, torch.arange(BLOCKS * SIZE))
 
 
-def asked(chance: random.Random, kv_heads: int, requests: int = 2, most: int = 3) -> tuple[Tensor, Tensor]:
+def random_selection(rng: random.Random, kv_heads: int, requests: int = 2, max_pages: int = 3) -> tuple[Tensor, Tensor]:
     """Return different blocks for each head of a request; requests may share some. Trailing entries may be unused."""
-    blocks = [[chance.sample(range(BLOCKS), most) for _ in range(kv_heads)] for _ in range(requests)]
-    counts = torch.tensor([chance.randrange(1, most + 1) for _ in range(requests)])
-    valid = (torch.arange(most) < counts[:, None, None]).expand(requests, kv_heads, most)
+    blocks = [[rng.sample(range(BLOCKS), max_pages) for _ in range(kv_heads)] for _ in range(requests)]
+    counts = torch.tensor([rng.randrange(1, max_pages + 1) for _ in range(requests)])
+    valid = (torch.arange(max_pages) < counts[:, None, None]).expand(requests, kv_heads, max_pages)
     return torch.tensor(blocks), valid
 
 
@@ -56,7 +56,7 @@ def test_resident_and_recalled_pages_are_the_selection(keep_steps: int, refresh_
             keys, values = torch.randn(2, 3, kv_heads, width)
             pages.write(layer, keys, values, slots)
             plain.write(layer, keys, values, slots)
-            blocks, valid = asked(rng, kv_heads)
+            blocks, valid = random_selection(rng, kv_heads)
             residents, before = pages.residents[layer], pages.recalled_bytes
             head = torch.arange(kv_heads)[:, None].expand_as(blocks)
             resident = residents.slots(head, blocks) >= 0

@@ -24,12 +24,12 @@ LENGTHS = [29, 32, 5, 50]  # before the new token
 CPU = torch.device("cpu")
 
 
-def selected(selection: SparseAttentionConfig, residence: OffloadConfig | None = None) -> SparsePageAttention:
+def build_attention(selection: SparseAttentionConfig, offload: OffloadConfig | None = None) -> SparsePageAttention:
     heads = {0: (KV_HEADS, WIDTH)}
-    if residence is None:
+    if offload is None:
         pages: DevicePageStore | HostPageStore = DevicePageStore(heads, BLOCKS, PAGE, torch.float32, CPU)
     else:
-        pages = HostPageStore(heads, BLOCKS, PAGE, torch.float32, CPU, residence)
+        pages = HostPageStore(heads, BLOCKS, PAGE, torch.float32, CPU, offload)
     return SparsePageAttention(selection, pages, PageSummaryTable(selection.summary, heads, BLOCKS, torch.float32, CPU))
 
 
@@ -43,7 +43,7 @@ class Texts:
         order = iter(torch.randperm(BLOCKS).tolist())
         self.blocks = [torch.tensor([next(order) for _ in range(length // PAGE + 1)]) for length in lengths]
 
-    def places(self, request: int, start: int, stop: int) -> Tensor:
+    def slot_mapping(self, request: int, start: int, stop: int) -> Tensor:
         positions = torch.arange(start, stop)
         return self.blocks[request][positions // PAGE] * PAGE + positions % PAGE
 
@@ -55,8 +55,8 @@ class Texts:
                 stop = min(start + chunk, length)
                 rows, filled = slice(start, stop), self.blocks[request][start // PAGE : stop // PAGE]
                 blocks = self.blocks[request][: -(-stop // PAGE)]
-                reading = [PrefillChunk(slice(0, stop - start), stop, blocks)]
-                layout = SparseBatch(1, self.places(request, start, stop), filled, reading)
+                prefills = [PrefillChunk(slice(0, stop - start), stop, blocks)]
+                layout = SparseBatch(1, self.slot_mapping(request, start, stop), filled, prefills)
                 keys, values = self.keys[request][rows], self.values[request][rows]
                 parts.append(attention.attend(0, queries[rows], keys, values, layout, SCALE))
             reference = expected(queries, self.keys[request][:length], self.values[request][:length], None)
@@ -68,7 +68,7 @@ class Texts:
         for row, blocks in enumerate(self.blocks):
             tables[row, : len(blocks)] = blocks
         lengths = torch.tensor(self.lengths)
-        slots = torch.cat([self.places(row, length, length + 1) for row, length in enumerate(self.lengths)])
+        slots = torch.cat([self.slot_mapping(row, length, length + 1) for row, length in enumerate(self.lengths)])
         full = [self.blocks[row][-1:] for row, length in enumerate(self.lengths) if (length + 1) % PAGE == 0]
         filled = torch.cat([torch.empty(0, dtype=torch.int64), *full])
         decodes = DecodeBatch(
@@ -80,14 +80,14 @@ class Texts:
         return torch.stack([keys[-1] for keys in self.keys]), torch.stack([values[-1] for values in self.values])
 
 
-def expected(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:
+def expected(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None) -> Tensor:
     """Compute attention for the last tokens of a text [tokens, heads, head_dim]; each KV head sees the mask [kv_heads,
     tokens].
     """
     new, length = len(queries), len(keys)
     mask = torch.ones(new, length, dtype=torch.bool).tril(length - new)
-    if seen is not None:
-        mask = mask & seen.repeat_interleave(GROUP, 0)[:, None]
+    if visible is not None:
+        mask = mask & visible.repeat_interleave(GROUP, 0)[:, None]
     q, k, v = (tensor.transpose(0, 1)[None].double() for tensor in (queries, keys, values))
     output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=SCALE, enable_gqa=True)
     return output[0].transpose(0, 1).float()
@@ -114,13 +114,13 @@ def pages_by_hand(selection: SparseAttentionConfig, queries: Tensor, keys: Tenso
 
 
 @pytest.mark.parametrize(
-    "residence", [None, OffloadConfig(num_slots=40), OffloadConfig(num_slots=40, keep_steps=0)], ids=str
+    "offload", [None, OffloadConfig(num_slots=40), OffloadConfig(num_slots=40, keep_steps=0)], ids=str
 )
 @pytest.mark.parametrize("digest", [Quest(), ArkVale()], ids=str)
 @pytest.mark.parametrize("kernel", ["reference", "fastest"])
-def test_selected_pages_hide_the_others(residence: OffloadConfig | None, digest: PageSummary, kernel: str) -> None:
+def test_selected_pages_hide_the_others(offload: OffloadConfig | None, digest: PageSummary, kernel: str) -> None:
     selection = SparseAttentionConfig(digest, page_size=PAGE, token_budget=4 * PAGE, sink_pages=1, recent_pages=1)
-    attention, texts = selected(selection, residence), Texts()
+    attention, texts = build_attention(selection, offload), Texts()
     with use_backend("reference") if kernel == "reference" else nullcontext():
         texts.read(attention, chunk=7)
         queries = torch.randn(len(LENGTHS), KV_HEADS * GROUP, WIDTH)
@@ -132,16 +132,19 @@ def test_selected_pages_hide_the_others(residence: OffloadConfig | None, digest:
         torch.testing.assert_close(actual[row : row + 1], reference, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("residence", [None, OffloadConfig(num_slots=40)], ids=str)
-def test_a_budget_of_all_pages_is_plain_paged_attention(residence: OffloadConfig | None) -> None:
+@pytest.mark.parametrize("offload", [None, OffloadConfig(num_slots=40)], ids=str)
+def test_a_budget_of_all_pages_is_plain_paged_attention(offload: OffloadConfig | None) -> None:
     """Bit for bit."""
-    attention, texts = selected(SparseAttentionConfig(page_size=PAGE, token_budget=BLOCKS * PAGE), residence), Texts()
+    attention, texts = (
+        build_attention(SparseAttentionConfig(page_size=PAGE, token_budget=BLOCKS * PAGE), offload),
+        Texts(),
+    )
     texts.read(attention, chunk=16)
     queries, layout = torch.randn(len(LENGTHS), KV_HEADS * GROUP, WIDTH), texts.new()
     result = attention.attend(0, queries, *texts.newest(), layout, SCALE)
     key_pages, value_pages = torch.zeros(2, BLOCKS, PAGE, KV_HEADS, WIDTH)
     for row, length in enumerate(LENGTHS):
-        slots = texts.places(row, 0, length + 1)
+        slots = texts.slot_mapping(row, 0, length + 1)
         store_kv(texts.keys[row], texts.values[row], key_pages, value_pages, slots)
     decodes, count = layout.decodes[0], len(LENGTHS)
     pages = AttentionMetadata(
@@ -154,14 +157,14 @@ def test_a_budget_of_all_pages_is_plain_paged_attention(residence: OffloadConfig
 def test_prefill_and_decode_in_one_batch() -> None:
     """Prefill and decode rows of a batch are told apart in any order."""
     selection = SparseAttentionConfig(Quest(), page_size=PAGE, token_budget=3 * PAGE, sink_pages=1, recent_pages=1)
-    attention, texts = selected(selection), Texts([30, 11])
+    attention, texts = build_attention(selection), Texts([30, 11])
     texts.read(attention, chunk=64)
     other = Texts([9])
     free = torch.tensor(
         [block for block in range(BLOCKS) if not any(block in used_blocks for used_blocks in texts.blocks)]
     )
     other.blocks = [free[:3]]
-    new, prompt = texts.new(), other.places(0, 0, 9)
+    new, prompt = texts.new(), other.slot_mapping(0, 0, 9)
     decodes = new.decodes[0]
     swapped = DecodeBatch(torch.tensor([10, 0]), decodes.seq_lens, decodes.block_tables, decodes.request_ids)
     slots = torch.cat([new.slot_mapping[1:], prompt, new.slot_mapping[:1]])

@@ -29,8 +29,8 @@ def everything(cache: BoundedCache) -> list[Tensor]:
     return [tensor.clone() for layer in cache.layers for tensor in layer.tensors()]
 
 
-def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+def same(actual: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
 
 
 def test_tokens_are_stored_in_order_of_arrival() -> None:

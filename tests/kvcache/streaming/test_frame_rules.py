@@ -18,13 +18,13 @@ HEADS, FRAMES, PATCHES, WIDTH = 2, 8, 6, 5
 KEEP = 5  # frames
 
 
-def held(keys: Tensor, marks: Tensor, patch: Tensor | None = None) -> FrameTokens:
+def frame_tokens(keys: Tensor, marks: Tensor, patch: Tensor | None = None) -> FrameTokens:
     """Return complete frames unless the patch of each token is given."""
     plain = torch.arange(keys.shape[1]).expand(len(keys), -1) % PATCHES
     return FrameTokens(keys, plain if patch is None else patch, marks, PATCHES)
 
 
-def drawn(seed: int = 0) -> tuple[Tensor, Tensor]:
+def random_frames(seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     keys = torch.randn(HEADS, FRAMES * PATCHES, WIDTH, generator=generator)
     return keys, torch.rand(HEADS, FRAMES * PATCHES, generator=generator)
@@ -39,7 +39,7 @@ def still(seed: int = 0) -> Tensor:
 
 def test_tar_matches_loops_when_heads_have_lost_tokens() -> None:
     """Tokens of older frames are scattered: each is compared with its own patch, wherever it is stored now."""
-    keys, _ = drawn()
+    keys, _ = random_frames()
     recent = torch.randn(HEADS, 3, PATCHES, WIDTH)
     patch = torch.randint(0, PATCHES, (HEADS, FRAMES * PATCHES))
     actual = temporal_novelty(keys, patch, recent)
@@ -51,11 +51,11 @@ def test_tar_matches_loops_when_heads_have_lost_tokens() -> None:
 
 
 def test_equal_frames_are_redundant_and_value_norms_decide() -> None:
-    keys, (_, marks) = still(), drawn()
+    keys, (_, marks) = still(), random_frames()
     recent = keys[:, -2 * PATCHES :].unflatten(1, (2, PATCHES))
-    assert bool((temporal_novelty(keys, held(keys, marks).patch_index, recent) == -1).all())
+    assert bool((temporal_novelty(keys, frame_tokens(keys, marks).patch_index, recent) == -1).all())
     count = KEEP * PATCHES
-    kept = InfiniPotV().select(held(keys, marks), count)
+    kept = InfiniPotV().select(frame_tokens(keys, marks), count)
     for head in range(HEADS):
         older = (FRAMES - 2) * PATCHES  # a quarter of the frames is recent and stays
         best = marks[head, :older].argsort(descending=True)[: count - 2 * PATCHES]
@@ -70,30 +70,30 @@ def test_moving_patches_stay() -> None:
         moving.append(frame * PATCHES + frame % PATCHES)
     marks = torch.ones(HEADS, FRAMES * PATCHES)
     marks[:, moving] = 0.0
-    kept = InfiniPotV(tar=0.6).select(held(keys.flatten(1, 2), marks), 4 * PATCHES)
+    kept = InfiniPotV(tar=0.6).select(frame_tokens(keys.flatten(1, 2), marks), 4 * PATCHES)
     assert all(set(moving[:2]) <= set(row.tolist()) for row in kept)
-    enough = InfiniPotV(tar=0.9).select(held(keys.flatten(1, 2), marks), 4 * PATCHES)
+    enough = InfiniPotV(tar=0.9).select(frame_tokens(keys.flatten(1, 2), marks), 4 * PATCHES)
     assert all(set(moving) <= set(row.tolist()) for row in enough)
 
 
 @pytest.mark.parametrize(("tar", "recent"), [(0.5, 0.25), (0.8, 0.125), (1.0, 0.5), (0.7, 0.25)])
 def test_the_full_rule_matches_loops(tar: float, recent: float) -> None:
-    keys, marks = drawn(1)
+    keys, marks = random_frames(1)
     patch = torch.randint(0, PATCHES, (HEADS, FRAMES * PATCHES))
     last = int(recent * FRAMES) * PATCHES
     patch[:, -last:] = torch.arange(last) % PATCHES
     rule, count, older = InfiniPotV(tar=tar, recent=recent), KEEP * PATCHES, FRAMES * PATCHES - last
-    kept = rule.select(held(keys, marks, patch), count)
+    kept = rule.select(frame_tokens(keys, marks, patch), count)
     for head in range(HEADS):
         scores = []
         for token in range(older):
-            alike = [t for t in range(older, FRAMES * PATCHES) if patch[head, t] == patch[head, token]]
-            cosines = F.cosine_similarity(keys[head, token].expand(len(alike), -1), keys[head, alike], dim=-1)
+            same_patch = [t for t in range(older, FRAMES * PATCHES) if patch[head, t] == patch[head, token]]
+            cosines = F.cosine_similarity(keys[head, token].expand(len(same_patch), -1), keys[head, same_patch], dim=-1)
             scores.append(-float(cosines.mean()))
         by_tar = count - round((1 - tar) * count) - last
-        chosen = set(sorted(range(older), key=lambda t: -scores[t])[:by_tar]) | set(range(older, FRAMES * PATCHES))
-        others = [t for t in marks[head].argsort(descending=True).tolist() if t not in chosen]
-        assert kept[head].tolist() == sorted(chosen | set(others[: count - len(chosen)]))
+        selected = set(sorted(range(older), key=lambda t: -scores[t])[:by_tar]) | set(range(older, FRAMES * PATCHES))
+        others = [t for t in marks[head].argsort(descending=True).tolist() if t not in selected]
+        assert kept[head].tolist() == sorted(selected | set(others[: count - len(selected)]))
 
 
 def test_value_norms_are_pooled_over_neighbors() -> None:
@@ -131,7 +131,7 @@ def test_pooling_is_an_option_and_depends_on_depth() -> None:
 
 
 def test_baselines() -> None:
-    tokens = held(*drawn())
+    tokens = frame_tokens(*random_frames())
     assert RecentFrames().select(tokens, 4).tolist() == [[44, 45, 46, 47]] * HEADS
     assert UniformFrames().select(tokens, 5).tolist() == [[0, 9, 19, 28, 38]] * HEADS
 

@@ -84,8 +84,8 @@ def test_a_stream_of_fifty_times_the_capacity_stays_bounded() -> None:
     seen_positions: list[int] = []
     network: Any = stream.model.network
 
-    def note(_: Any, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
-        seen_positions.append(int((named["position_ids"] if named else given[1]).max()))
+    def note(_: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        seen_positions.append(int((kwargs["position_ids"] if kwargs else args[1]).max()))
 
     network.model.rotary_emb.register_forward_pre_hook(note, with_kwargs=True)
     generator = torch.Generator().manual_seed(3)
@@ -118,12 +118,12 @@ def by_hand(stream: TextStream, ids: Tensor) -> tuple[Tensor, Tensor]:
     plain network.
     """
     full = torch.cat((ids, torch.tensor(PROMPT)))[None]
-    count, reading = len(ids), record_prefill(stream.model, full)
+    count, prefill = len(ids), record_prefill(stream.model, full)
     with torch.no_grad():
         rows = stream.model.network(ids[None]).logits[0].log_softmax(-1)
     novelty = torch.tensor([torch.inf, *(-float(rows[t - 1, ids[t]]) for t in range(1, count))])
-    attention = torch.zeros(len(reading.layers), reading.layers[0].keys.shape[1], count)
-    for layer, inputs in enumerate(reading.layers):
+    attention = torch.zeros(len(prefill.layers), prefill.layers[0].keys.shape[1], count)
+    for layer, inputs in enumerate(prefill.layers):
         queries = inputs.rotate(inputs.queries, 0)
         for head in range(queries.shape[1]):
             for position in range(count, count + len(PROMPT)):

@@ -40,8 +40,8 @@ def plainly(name: str, network: Any, frames: Tensor) -> dict[str, Any]:
         return {"input_ids": ids, "pixel_values": frames}
     if name.startswith("llava-"):
         return {"input_ids": ids, "pixel_values_videos": frames[None]}
-    kinds = (ids == placeholder).int() * 2
-    return {"input_ids": ids, "mm_token_type_ids": kinds, **FrameEncoder(network)._inputs(frames)}
+    token_types = (ids == placeholder).int() * 2
+    return {"input_ids": ids, "mm_token_type_ids": token_types, **FrameEncoder(network)._inputs(frames)}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -130,7 +130,7 @@ def test_rules_receive_the_patch_of_each_token() -> None:
 def test_value_norms_are_recorded_while_frames_are_complete(pooling: bool) -> None:
     stream = stream_of("qwen2-vl", rule=InfiniPotV(pooling=pooling))
     frames = film(2 * 30)
-    noted: dict[tuple[int, int, int], float] = {}
+    recorded: dict[tuple[int, int, int], float] = {}
     for start in range(0, 60, 2):
         stream.push(frames[start : start + 2])
         assert stream.cache is not None
@@ -143,10 +143,10 @@ def test_value_norms_are_recorded_while_frames_are_complete(pooling: bool) -> No
                     layer.values[head, marked],
                     strict=True,
                 ):
-                    assert noted.setdefault((index, head, number), float(mark)) == float(mark)
+                    assert recorded.setdefault((index, head, number), float(mark)) == float(mark)
                     if not pooling or index == 3:
                         assert torch.allclose(mark, value.norm(), atol=1e-5)
-    assert len(noted) > 0
+    assert len(recorded) > 0
 
 
 def test_content_that_appeared_once_survives() -> None:
@@ -191,10 +191,10 @@ def test_text_positions_may_follow_the_longest_axis(monkeypatch: pytest.MonkeyPa
     """A network whose text continues after the highest position of its frames, be that time, row or column."""
     network: Any = SEEING["qwen2-vl"]()
 
-    def highest(ids: Tensor, **given: Any) -> tuple[Tensor, None]:
+    def highest(ids: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
         rows = [torch.arange(3).expand(3, -1)]
-        if given["video_grid_thw"] is not None:
-            times, height, width = (int(side) for side in given["video_grid_thw"][0])
+        if kwargs["video_grid_thw"] is not None:
+            times, height, width = (int(side) for side in kwargs["video_grid_thw"][0])
             grid = torch.cartesian_prod(torch.arange(times) * 2, torch.arange(height // 2), torch.arange(width // 2))
             rows.append(3 + grid.T)
         rows.append(1 + max(int(row.max()) for row in rows) + torch.zeros(3, 1, dtype=torch.int64))

@@ -31,15 +31,15 @@ from tests.trained import sentences, trained_llama
 PROMPT = (5, 6, 7)
 RULE = InfiniPot(prompt=PROMPT)
 CAP, KEEP, BLOCK = 42, 14, 4
-FULL, MOST = CAP - len(PROMPT), -(-CAP // BLOCK)  # tokens of a full cache, and its pages
+FULL, BLOCKS_PER_REQUEST = CAP - len(PROMPT), -(-CAP // BLOCK)  # tokens of a full cache, and its pages
 BLOCK_BYTES = 3 * 2 * BLOCK * (2 * 8 * 4 + 4)  # keys, values and numbers
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)
 
 
-def capped(network: PreTrainedModel | None = None, **more: Any) -> Engine:
+def bounded_engine(network: PreTrainedModel | None = None, **more: Any) -> Engine:
     """Build an engine with memory for 8 bounded caches by default."""
-    settings = {"block_size": BLOCK, "kv_cache_bytes": 8 * MOST * BLOCK_BYTES, **more}
+    settings = {"block_size": BLOCK, "kv_cache_bytes": 8 * BLOCKS_PER_REQUEST * BLOCK_BYTES, **more}
     model = Model(copy.deepcopy(network) if network is not None else BUILDS["llama"]())
     return Engine(model, **{"kv_token_cap": BoundedCacheConfig(CAP, KEEP, RULE), **settings})
 
@@ -86,7 +86,7 @@ def run(engine: Engine) -> None:
 def check(engine: Engine) -> None:
     used_blocks = [block for request in engine.scheduler.running for block in request.blocks]
     assert len(used_blocks) == len(set(used_blocks)) == engine.state()["blocks_used"]
-    assert all(len(request.blocks) <= MOST for request in engine.scheduler.running)
+    assert all(len(request.blocks) <= BLOCKS_PER_REQUEST for request in engine.scheduler.running)
     for request in engine.scheduler.waiting:
         assert request.cache_state is None and not request.blocks
 
@@ -105,7 +105,7 @@ def answers(engine: Engine, texts: list[list[int]], sampling: SamplingParams = G
 def test_a_text_that_fits_matches_the_plain_engine(name: str, compiled: bool) -> None:
     network = BUILDS[name]()
     texts = texts_of([1, 5, FULL - 16, 12])
-    engine = capped(network, compiled=compiled)
+    engine = bounded_engine(network, compiled=compiled)
     assert answers(engine, texts) == [expected(network, text) for text in texts]
     assert runner_of(engine).num_compressions == 0
 
@@ -116,7 +116,7 @@ def test_logits_of_a_text_that_fits_match_the_plain_engine(llama: PreTrainedMode
     plain = Engine(
         Model(copy.deepcopy(llama)), block_size=BLOCK, max_model_len=96, kv_cache_bytes=10**7, compiled=compiled
     )
-    result = [logprobs(engine, text, params) for engine in (plain, capped(llama, compiled=compiled))]
+    result = [logprobs(engine, text, params) for engine in (plain, bounded_engine(llama, compiled=compiled))]
     torch.testing.assert_close(result[1], result[0], atol=1e-5, rtol=0)
 
 
@@ -138,7 +138,7 @@ def test_a_half_precision_network() -> None:
     reference = [plain.submit(text, GREEDY)[0] for text in texts]
     while plain.busy:
         plain.step()
-    engine = capped(network, compiled=False)
+    engine = bounded_engine(network, compiled=False)
     assert answers(engine, texts) == [request.output for request in reference]
     assert len(answers(engine, [words(200)])[0]) == 16 and runner_of(engine).num_compressions > 5
 
@@ -150,7 +150,7 @@ def streamed(network: PreTrainedModel) -> TextStream:
     return TextStream(Model(copy.deepcopy(network)), CAP, keep=KEEP, reserved=len(PROMPT), method=RULE)
 
 
-def held(engine: Engine, request: Request, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def cached_tokens(engine: Engine, request: Request, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a running request's token numbers [kv_heads, length], keys and values [kv_heads, length, head_dim]."""
     runner, length = runner_of(engine), memory_of(engine).size.length(request.num_computed_tokens)
     rows = torch.tensor([request.blocks[position // BLOCK] * BLOCK + position % BLOCK for position in range(length)])
@@ -164,7 +164,7 @@ def held(engine: Engine, request: Request, layer: int) -> tuple[torch.Tensor, to
 @pytest.mark.parametrize("compiled", [True, False])
 def test_the_pages_of_a_long_text_match_a_streams_cache(llama: PreTrainedModel, compiled: bool) -> None:
     """Over prompt and answer, after every step: the same tokens per head, keys, values and novelty."""
-    engine, stream = capped(llama, compiled=compiled, prefill_chunk_size=9), streamed(llama)
+    engine, stream = bounded_engine(llama, compiled=compiled, prefill_chunk_size=9), streamed(llama)
     request = engine.submit(words(150), LONG)[0]
     while engine.busy:
         engine.step()
@@ -180,7 +180,7 @@ def test_the_pages_of_a_long_text_match_a_streams_cache(llama: PreTrainedModel, 
             count = stream._novelty.length
             assert torch.allclose(actual[:count].double(), reference[:count].double(), atol=1e-4)
         for layer, pot in enumerate(stream.cache.layers):
-            numbers, keys, values = held(engine, request, layer)
+            numbers, keys, values = cached_tokens(engine, request, layer)
             assert torch.equal(numbers, pot.token_indices[:, : stream.length])
             assert torch.allclose(keys, pot.keys[:, : stream.length], atol=1e-4)
             assert torch.allclose(values, pot.values[:, : stream.length], atol=1e-4)
@@ -194,7 +194,7 @@ def test_the_answer_matches_the_stream(llama: PreTrainedModel) -> None:
         stream.push(text)
         free = CAP - stream.length
         result = answers(
-            capped(llama), [text], SamplingParams(max_tokens=min(free, 20), temperature=0, ignore_eos=True)
+            bounded_engine(llama), [text], SamplingParams(max_tokens=min(free, 20), temperature=0, ignore_eos=True)
         )[0]
         fits = FULL - stream.length + 1  # before the engine compresses its own answer
         stream.model.network.generation_config.eos_token_id = None
@@ -205,7 +205,7 @@ def test_the_answer_matches_the_stream(llama: PreTrainedModel) -> None:
 
 
 def test_a_conversation_of_many_times_the_cap_stays_within_it() -> None:
-    engine = capped(max_num_seqs=2)
+    engine = bounded_engine(max_num_seqs=2)
     text: list[int] = words(10)
     longest = 0
     for turn in range(12):
@@ -215,18 +215,18 @@ def test_a_conversation_of_many_times_the_cap_stays_within_it() -> None:
             engine.step()
             check(engine)
             longest = max(longest, len(request.blocks))
-            assert engine.state()["blocks_used"] <= MOST
+            assert engine.state()["blocks_used"] <= BLOCKS_PER_REQUEST
         assert request.reason == "length" and len(request.output) == 16
         text = list(request.tokens)
-    assert len(text) > 45 * CAP and longest == MOST
+    assert len(text) > 45 * CAP and longest == BLOCKS_PER_REQUEST
     run(engine)
 
 
 def test_positions_stay_within_the_cap() -> None:
-    engine, positions = capped(compiled=False), []
+    engine, positions = bounded_engine(compiled=False), []
     network: Any = engine.model.network
     network.model.rotary_emb.register_forward_pre_hook(
-        lambda _, given, named: positions.append(int((named["position_ids"] if named else given[1]).max())),
+        lambda _, args, kwargs: positions.append(int((kwargs["position_ids"] if kwargs else args[1]).max())),
         with_kwargs=True,
     )
     answers(engine, texts_of([500]))
@@ -234,7 +234,7 @@ def test_positions_stay_within_the_cap() -> None:
 
 
 def test_a_short_request_reserves_only_its_length() -> None:
-    engine = capped()
+    engine = bounded_engine()
     request = engine.submit(words(9), GREEDY)[0]
     engine.step()
     assert len(request.blocks) == 3
@@ -242,12 +242,12 @@ def test_a_short_request_reserves_only_its_length() -> None:
 
 
 def test_a_request_without_a_token_limit_ends() -> None:
-    engine = capped()
+    engine = bounded_engine()
     assert engine.max_request_tokens == engine.max_model_len == 2**30
     request = engine.submit(words(100), SamplingParams(max_tokens=None, temperature=0, ignore_eos=True))[0]
     run(engine)
     assert len(request.output) == CAP and request.reason == "length"
-    limited = capped(max_model_len=110)
+    limited = bounded_engine(max_model_len=110)
     request = limited.submit(words(100), SamplingParams(max_tokens=None, temperature=0, ignore_eos=True))[0]
     run(limited)
     assert len(request.tokens) == 110
@@ -258,7 +258,7 @@ def test_a_request_without_a_token_limit_ends() -> None:
 
 @pytest.fixture(scope="module")
 def alone(llama: PreTrainedModel) -> list[list[int]]:
-    return [answers(capped(llama), [text], LONG)[0] for text in texts_of(LENGTHS)]
+    return [answers(bounded_engine(llama), [text], LONG)[0] for text in texts_of(LENGTHS)]
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def alone(llama: PreTrainedModel) -> list[list[int]]:
     ids=str,
 )
 def test_a_batch_changes_no_answer(llama: PreTrainedModel, alone: list[list[int]], more: dict[str, Any]) -> None:
-    engine = capped(llama, **more)
+    engine = bounded_engine(llama, **more)
     assert answers(engine, texts_of(LENGTHS), LONG) == alone
     assert answers(engine, texts_of(LENGTHS), LONG) == alone  # on pages that were used before
 
@@ -285,23 +285,23 @@ def test_prompt_chunks_do_not_depend_on_the_batch() -> None:
         chunks: dict[int, list[tuple[int, int]]] = {}
         launch = runner_of(engine).launch
 
-        def noted(step: ScheduledBatch) -> InflightBatch:
+        def recording_launch(step: ScheduledBatch) -> InflightBatch:
             for chunk in step.chunks:
                 chunks.setdefault(len(chunk.request.prompt), []).append((chunk.start, chunk.count))
             return launch(step)
 
-        engine.runner.launch = noted  # type: ignore[method-assign]
+        engine.runner.launch = recording_launch  # type: ignore[method-assign]
         answers(engine, texts)
         return chunks
 
     texts = texts_of(LENGTHS)
-    batched = cut(capped(prefill_chunk_size=9, max_num_seqs=4), texts)
-    assert batched == {len(text): cut(capped(prefill_chunk_size=9), [text])[len(text)] for text in texts}
+    batched = cut(bounded_engine(prefill_chunk_size=9, max_num_seqs=4), texts)
+    assert batched == {len(text): cut(bounded_engine(prefill_chunk_size=9), [text])[len(text)] for text in texts}
 
 
 def test_answers_after_preemption(llama: PreTrainedModel, alone: list[list[int]]) -> None:
     """A cache that was compressed often, also during the answer, is dropped and recomputed."""
-    engine = capped(llama, kv_cache_bytes=(MOST + 4) * BLOCK_BYTES)
+    engine = bounded_engine(llama, kv_cache_bytes=(BLOCKS_PER_REQUEST + 4) * BLOCK_BYTES)
     texts = texts_of(LENGTHS)
     long = engine.submit(texts[0], LONG, priority=1)[0]
     while len(long.output) < 40:
@@ -315,7 +315,11 @@ def test_answers_after_preemption(llama: PreTrainedModel, alone: list[list[int]]
 def test_random_requests_finish_and_leak_nothing(llama: PreTrainedModel) -> None:
     """Requests arrive, leave and continue each other at random."""
     rng = random.Random(1)
-    engine, ended, came = capped(llama, kv_cache_bytes=(3 * MOST + 1) * BLOCK_BYTES, max_num_batched_tokens=16), [], []
+    engine, ended, came = (
+        bounded_engine(llama, kv_cache_bytes=(3 * BLOCKS_PER_REQUEST + 1) * BLOCK_BYTES, max_num_batched_tokens=16),
+        [],
+        [],
+    )
     for turn in range(400):
         if turn < 250 and rng.random() < 0.12:
             before = rng.choice(ended).tokens if ended and rng.random() < 0.5 else []
@@ -330,12 +334,13 @@ def test_random_requests_finish_and_leak_nothing(llama: PreTrainedModel) -> None
     assert len(came) > 20 and {request.reason for request in came} >= {"length", "abort"}
     checked = [request for request in ended if len(request.prompt) > FULL][:6]
     assert [
-        answers(capped(llama), [request.prompt], request.sampling)[0][: len(request.output)] for request in checked
+        answers(bounded_engine(llama), [request.prompt], request.sampling)[0][: len(request.output)]
+        for request in checked
     ] == [request.output for request in checked]
 
 
 def test_an_aborted_request_frees_everything() -> None:
-    engine = capped()
+    engine = bounded_engine()
     for steps in range(1, 12):
         request = engine.submit(words(200), LONG)[0]
         for _ in range(steps):
@@ -346,12 +351,12 @@ def test_an_aborted_request_frees_everything() -> None:
 
 def test_adapters_use_the_bounded_cache_too(llama: PreTrainedModel, tmp_path: Path) -> None:
     folder, text = write_adapter(tmp_path / "a", llama, seed=0), words(150, 2)
-    engine = capped(llama, adapters={"a": folder})
+    engine = bounded_engine(llama, adapters={"a": folder})
     plain, changed = (engine.submit(text, LONG, adapter=name)[0] for name in (None, "a"))
     run(engine)
     assert changed.output != plain.output
-    assert plain.output == answers(capped(llama), [text], LONG)[0]
-    assert changed.output == answers(capped(merged(llama, folder, 2.0)), [text], LONG)[0]
+    assert plain.output == answers(bounded_engine(llama), [text], LONG)[0]
+    assert changed.output == answers(bounded_engine(merged(llama, folder, 2.0)), [text], LONG)[0]
 
 
 # Turns
@@ -359,7 +364,7 @@ def test_adapters_use_the_bounded_cache_too(llama: PreTrainedModel, tmp_path: Pa
 
 @pytest.mark.parametrize("length", [10, FULL - 3, FULL, 200])
 def test_the_next_turn_continues_from_the_session_cache(llama: PreTrainedModel, length: int) -> None:
-    engine, other = capped(llama), capped(llama, enable_prefix_caching=False)
+    engine, other = bounded_engine(llama), bounded_engine(llama, enable_prefix_caching=False)
     first = engine.submit(words(length), GREEDY)[0]
     while engine.busy:
         engine.step()
@@ -371,7 +376,7 @@ def test_the_next_turn_continues_from_the_session_cache(llama: PreTrainedModel, 
 
 
 def test_a_session_cache_needs_the_same_salt_and_tokens(llama: PreTrainedModel) -> None:
-    engine = capped(llama)
+    engine = bounded_engine(llama)
     first = engine.submit(words(50), GREEDY, salt=b"a")[0]
     while engine.busy:
         engine.step()
@@ -383,12 +388,12 @@ def test_a_session_cache_needs_the_same_salt_and_tokens(llama: PreTrainedModel) 
 
 
 def test_session_caches_are_evicted_when_memory_is_needed(llama: PreTrainedModel) -> None:
-    engine = capped(llama, kv_cache_bytes=2 * MOST * BLOCK_BYTES)
+    engine = bounded_engine(llama, kv_cache_bytes=2 * BLOCKS_PER_REQUEST * BLOCK_BYTES)
     for seed in range(5):
         engine.submit(words(100, seed), GREEDY)
         while engine.busy:
             engine.step()
             check(engine)
-        assert engine.state()["blocks_carried"] <= 2 * MOST
+        assert engine.state()["blocks_carried"] <= 2 * BLOCKS_PER_REQUEST
     assert len(memory_of(engine).sessions) >= 1
     run(engine)

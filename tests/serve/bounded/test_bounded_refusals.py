@@ -20,7 +20,7 @@ from tests.tiny import BUILDS
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "sentence"),
+    ("options", "error_type", "sentence"),
     [
         ({"kv_token_cap": 0}, ConfigError, "a cap of 0 tokens holds nothing"),
         ({"kv_token_cap": -5}, ConfigError, "a cap of -5 tokens holds nothing"),
@@ -60,8 +60,8 @@ from tests.tiny import BUILDS
     ],
     ids=str,
 )
-def test_impossible_caps(options: dict[str, Any], kind: type[SmeltError], sentence: str) -> None:
-    with pytest.raises(kind, match=sentence):
+def test_impossible_caps(options: dict[str, Any], error_type: type[SmeltError], sentence: str) -> None:
+    with pytest.raises(error_type, match=sentence):
         Engine(Model(BUILDS["llama"]()), block_size=BLOCK, **options)
 
 

@@ -58,9 +58,9 @@ def words(count: int, seed: int = 0) -> list[int]:
     return [rng.randrange(3, 99) for _ in range(count)]
 
 
-def prompts(count: int, seed: int = 0, most: int = 80) -> list[list[int]]:
+def prompts(count: int, seed: int = 0, max_length: int = 80) -> list[list[int]]:
     rng = random.Random(seed)
-    return [[rng.randrange(3, 99) for _ in range(rng.randrange(1, most))] for _ in range(count)]
+    return [[rng.randrange(3, 99) for _ in range(rng.randrange(1, max_length))] for _ in range(count)]
 
 
 def run(engine: Engine) -> None:
@@ -180,26 +180,29 @@ def test_a_prompt_in_two_chunks_matches_the_masked_reference() -> None:
     scorer = make_scorer("snapkv", sink=2, window=8)
     profile, model = retention([0.6, 0.3, 0.1], seed=1, scorer=scorer), model_of("llama")
     *prompt, last = words(101, seed=6)
-    kept_ = RequestRetention.empty(profile, 100)
-    half = kept_.next_chunk(0, 60)
+    kept = RequestRetention.empty(profile, 100)
+    half = kept.next_chunk(0, 60)
     first = record_prefill(model, torch.tensor([prompt[:half]]))
-    scores = torch.stack([scorer.scores(seen) for seen in first.layers])
-    head_counts = torch.from_numpy(kept_.lengths(half))[profile.clusters.cluster][:, None]
+    scores = torch.stack([scorer.scores(inputs) for inputs in first.layers])
+    head_counts = torch.from_numpy(kept.lengths(half))[profile.clusters.cluster][:, None]
     mask = retained_mask(scores, head_counts)  # [layers, 1, kv_heads, half]
     recorded: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
     cache = first.cache()
-    with masked_attention(model.network, mask, lambda layer, *seen: recorded.update({layer: seen})), torch.no_grad():
+    with (
+        masked_attention(model.network, mask, lambda layer, *inputs: recorded.update({layer: inputs})),
+        torch.no_grad(),
+    ):
         model.network(torch.tensor([prompt[half:]]), past_key_values=cache)
     region = 100 - half + 8
     later = make_scorer("snapkv", sink=0, window=8)
-    ends = torch.from_numpy(kept_.lengths(100))[profile.clusters.cluster][:, None]
+    ends = torch.from_numpy(kept.lengths(100))[profile.clusters.cluster][:, None]
     mask_of_both = torch.zeros(LAYERS, 1, HEADS, 100, dtype=torch.bool)
     mask_of_both[..., : half - 8] = mask[..., : half - 8]
     for layer, (queries, keys, values) in recorded.items():
         tail = [side[:, :, -region:] for side in (keys, values)]
-        seen = AttentionInputs(*tail, queries[:, :, :0], lambda x, _: x, 8**-0.5, rotated_queries=queries)
+        inputs = AttentionInputs(*tail, queries[:, :, :0], lambda x, _: x, 8**-0.5, rotated_queries=queries)
         locked = head_counts[layer] - 8
-        mask_of_both[layer, :, :, -region:] = retained_mask(later.scores(seen)[None], (ends[layer] - locked)[None])[0]
+        mask_of_both[layer, :, :, -region:] = retained_mask(later.scores(inputs)[None], (ends[layer] - locked)[None])[0]
     after = RecordedPrefill(
         [AttentionInputs(keys, values, keys, lambda x, _: x, 1.0) for _, keys, values in recorded.values()],
         first.logits, model.network.config,
@@ -371,17 +374,17 @@ def test_nothing_leaks_over_500_conversations() -> None:
 def test_chunks_have_about_equal_length_and_their_budgets_add_up() -> None:
     profile = retention([0.5, 0.2, 0.0])
     for tokens in range(1, 200):
-        kept_ = RequestRetention.empty(profile, tokens)
+        kept = RequestRetention.empty(profile, tokens)
         done, sizes = 0, []
         while done < tokens:
-            sizes.append(kept_.next_chunk(done, 24))
-            eviction = kept_.eviction_step(done, done + sizes[-1])
+            sizes.append(kept.next_chunk(done, 24))
+            eviction = kept.eviction_step(done, done + sizes[-1])
             if eviction is not None:
                 assert (eviction.retained >= eviction.window).all() and (eviction.retained <= eviction.region).all()
-                assert (eviction.locked + eviction.retained == kept_.lengths(done + sizes[-1])).all()
+                assert (eviction.locked + eviction.retained == kept.lengths(done + sizes[-1])).all()
             done += sizes[-1]
         assert max(sizes) <= 24 and max(sizes) - min(sizes) <= 1
-        lengths = kept_.lengths(tokens)
+        lengths = kept.lengths(tokens)
         assert (lengths <= tokens).all() and (np.diff(lengths) <= 0).all()
         assert all(length == tokens or length % BLOCK == 0 for length in lengths), "a page is left half empty"
 

@@ -34,11 +34,11 @@ FEW = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
 def engine_of(monkeypatch: pytest.MonkeyPatch, name: str, **more: Any) -> Engine:
     """Build an engine with the fused backend, also without a CUDA device."""
 
-    def chosen(parts: Any, cache: Any, policy: Any, _: int) -> Any:
+    def select_runner(parts: Any, cache: Any, policy: Any, _: int) -> Any:
         return per_head_gpu_runner(parts, cache, policy)
 
     with monkeypatch.context() as patch:
-        patch.setattr(factory, "per_head_runner", chosen)
+        patch.setattr(factory, "per_head_runner", select_runner)
         return Engine(Model(copy.deepcopy(BUILDS[name]()).to(DEVICE)), **{**SMALL, **more})
 
 
@@ -46,22 +46,24 @@ EVERYTHING, LITTLE = [1.0, 1.0, 1.0], [0.5, 0.2, 0.0]
 
 
 @pytest.mark.parametrize(
-    ("name", "shares", "kind"),
+    ("name", "shares", "kv_cache_dtype"),
     [
         *[(name, shares, None) for name in ("llama", "qwen3") for shares in (EVERYTHING, LITTLE)],
         ("llama", LITTLE, INT4),
     ],
 )
 def test_the_tokens_match_the_module(
-    monkeypatch: pytest.MonkeyPatch, name: str, shares: list[float], kind: str | None
+    monkeypatch: pytest.MonkeyPatch, name: str, shares: list[float], kv_cache_dtype: str | None
 ) -> None:
-    scorer = None if kind is None else make_scorer("snapkv", window=4)  # its queries must have the dtype of its keys
+    scorer = (
+        None if kv_cache_dtype is None else make_scorer("snapkv", window=4)
+    )  # its queries must have the dtype of its keys
     settings: dict[str, Any] = {
         "kv_profile": retention(shares, scorer=scorer),
         "max_num_batched_tokens": 24,
-        "kv_cache_dtype": kind,
+        "kv_cache_dtype": kv_cache_dtype,
     }
-    texts = prompts(3, seed=1, most=60) if kind is None else [words(28, seed=4)]
+    texts = prompts(3, seed=1, max_length=60) if kv_cache_dtype is None else [words(28, seed=4)]
     fused = engine_of(monkeypatch, name, **settings)
     assert fused.runner.backend.startswith("fused-gpu, per-head cache")
     plain = Engine(Model(BUILDS[name]()), **SMALL, **settings)
@@ -69,7 +71,7 @@ def test_the_tokens_match_the_module(
     run(fused)
     run(plain)
     assert [request.output for request in requests[0]] == [request.output for request in requests[1]]
-    if kind is not None:  # the same tokens were kept, in the same slots
+    if kv_cache_dtype is not None:  # the same tokens were kept, in the same slots
         fused_cache, plain_cache = fused.runner.pages.cache, plain.runner.cache
         assert int((fused_cache.keys.cpu() != plain_cache.keys).any(-1).sum()) <= 8
         assert int((fused_cache.values.cpu() != plain_cache.values).any(-1).sum()) <= 8
@@ -95,16 +97,16 @@ def test_a_conversation_continues(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("many", [1, 256])
 @pytest.mark.parametrize(
-    ("parts", "kind"), [([1, 1, 1], None), ([4, 1, 2], None), ([3, 5, 1], None), ([4, 1, 2], INT8)]
+    ("parts", "kv_cache_dtype"), [([1, 1, 1], None), ([4, 1, 2], None), ([3, 5, 1], None), ([4, 1, 2], INT8)]
 )
 def test_heads_of_different_lengths_in_one_call(
-    parts: list[int], kind: str | None, many: int, monkeypatch: pytest.MonkeyPatch
+    parts: list[int], kv_cache_dtype: str | None, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three heads in three clusters, in different columns, against a loop over heads."""
     monkeypatch.setattr("smelt.kernels.gpu.rope.MANY_TOKENS", many)
     torch.manual_seed(0)
     size, heads, kv_heads, width, columns, clusters = 16, 6, 3, 24, 4, 5
-    rows = None if kind is None else KVQuantFormat.for_head_dim(kind, width)
+    rows = None if kv_cache_dtype is None else KVQuantFormat.for_head_dim(kv_cache_dtype, width)
     keys, values = (torch.randn(160 * columns, size, 1, width, device=DEVICE) for _ in range(2))
     if rows is not None:
         keys, values = rows.quantize(keys), rows.quantize(values)
