@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 DEMO   := demo
+WORKERS ?= 2
+PARALLEL := --numprocesses $(WORKERS) --dist loadfile
 
 .PHONY: demo test test-all check setup docs lock clean
 
@@ -30,10 +32,10 @@ check: setup
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
 
 test-all: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 docs: setup
 	$(BIN)/python docs/make_methods.py

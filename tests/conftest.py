@@ -13,6 +13,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in background jobs; 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+if _WORKERS > 1:  # split the cores among the pytest-xdist workers, and the processes that tests start
+    _THREADS = max(1, (os.cpu_count() or 1) // _WORKERS)
+    os.environ["OMP_NUM_THREADS"] = str(_THREADS)
+    torch.set_num_threads(_THREADS)
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder with real data and weights: SMELT_SHARED, or `shared` beside the checkout."""
