@@ -44,7 +44,7 @@ def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
         callback=_choice_check(name, choices) if choices else None,
     )
     default = list(field.default) if isinstance(field.default, tuple) else field.default
-    annotation = Annotated[_flag_type(hint), option]
+    annotation = Annotated[_flag_type(hint), option]  # type: ignore[valid-type]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 

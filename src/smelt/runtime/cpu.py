@@ -12,7 +12,7 @@ from smelt.kernels.attention_metadata import AttentionMetadata, LayerKVPages
 from smelt.kernels.cpu import program as compiled
 from smelt.kernels.cpu.build import load_library
 from smelt.kernels.cpu.kernels import FloatLinear, Int8Linear
-from smelt.kernels.cpu.plan import make_linear_plan
+from smelt.kernels.cpu.plan import DTYPE_CODES, make_linear_plan
 from smelt.kernels.cpu.program import Program
 from smelt.kernels.kv_quant import KVQuantFormat
 from smelt.kernels.linear import select_kernel
@@ -198,7 +198,7 @@ class _ProgramBuilder:
         packed = layer.packed
         plan = make_linear_plan(packed.format, packed.rows, packed.columns, packed.tensors, layer.inputs, x.dtype)
         if bias is not None:
-            plan.bias, plan.bias_type = bias.data_ptr(), compiled.DTYPE_CODES[bias.dtype]
+            plan.bias, plan.bias_type = bias.data_ptr(), DTYPE_CODES[bias.dtype]
         self.program.packed(plan, x, y, count)
 
     def _buffer(self, name: str, width: int) -> Tensor:

@@ -8,7 +8,8 @@ import time
 from typing import Any
 
 from smelt.serve.cluster.client import ClusterClient
-from smelt.serve.cluster.ray_serve import Placement, RayServe
+from smelt.serve.cluster.placement import Placement
+from smelt.serve.cluster.ray_serve import RayServe
 from smelt.serve.server.settings import ServerLimits, ServerSettings
 from smelt.serve.server.supervisor import CHECK_SECONDS, EngineSupervisor
 from smelt.serve.worker.client import Observer
