@@ -136,7 +136,7 @@ def test_older_instruction_sets(machine: str) -> None:
             check(kernel, name, None)
         assert not kernels.Int8Linear(library).supports(packed("int8", 8, 64), INPUTS["int8"], torch.float32)
     finally:
-        operator.use(LIBRARY)
+        operator.set_library(LIBRARY)
 
 
 @compiled

@@ -52,11 +52,11 @@ def test_norm_and_gate(dtype: torch.dtype, width: int) -> None:
     total = hidden + residual.float()
     program = Program(LIBRARY)
     program.add(
-        compiled.ADD_NORM, x=hidden, other=residual, y=y, weight=weight, weight_type=weight.dtype, type=dtype,
+        compiled.ADD_RMS_NORM, x=hidden, other=residual, y=y, weight=weight, weight_type=weight.dtype, dtype=dtype,
         width=width, epsilon=1e-5,
     )  # fmt: skip
     up = gate_up.view(-1)[width:]
-    program.add(compiled.GATE, x=gate_up, other=up, y=gated, type=dtype, x_stride=2 * width, width=width)
+    program.add(compiled.SILU_AND_MUL, x=gate_up, other=up, y=gated, dtype=dtype, x_stride=2 * width, width=width)
     run(program, 5)
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
     assert torch.allclose(hidden, total, atol=1e-6)
@@ -71,6 +71,8 @@ def test_exponentials_far_from_zero() -> None:
     x = torch.tensor([[-1e30, -100.0, -88.5, -87.0, -20.0, 20.0, 88.0, 1e30]])
     gate_up, gated = torch.cat([x, torch.ones_like(x)], dim=1), torch.empty_like(x)
     program = Program(LIBRARY)
-    program.add(compiled.GATE, x=gate_up, other=gate_up.view(-1)[8:], y=gated, type=torch.float32, x_stride=16, width=8)
+    program.add(
+        compiled.SILU_AND_MUL, x=gate_up, other=gate_up.view(-1)[8:], y=gated, dtype=torch.float32, x_stride=16, width=8
+    )
     run(program, 1)
     assert torch.allclose(gated, torch.nn.functional.silu(x), rtol=1e-5, atol=1e-30)

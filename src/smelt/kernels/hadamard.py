@@ -79,11 +79,11 @@ def _innermost(size: int, order: int) -> int:
 
 @torch.compiler.assume_constant_result
 def _factor(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return _kept_factor(size, device, dtype)
+    return _cached_factor(size, device, dtype)
 
 
 @lru_cache(maxsize=64)
-def _kept_factor(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _cached_factor(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(False):  # cached: later calls may need gradients
         return hadamard_matrix(size).to(device, dtype)
 

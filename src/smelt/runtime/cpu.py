@@ -117,7 +117,7 @@ class _ProgramBuilder:
         width = hidden.shape[1]
         selected = torch.empty(self.max_num_seqs, width)
         normed = torch.empty(self.max_num_seqs, width, dtype=self._lm_head_dtype())
-        self.program.add(compiled.PICK, x=hidden, y=selected, width=width)
+        self.program.add(compiled.GATHER_ROWS, x=hidden, y=selected, width=width)
         self._norm(self.decoder.final_norm, selected, None, normed, count=compiled.LOGITS_TOKENS_ONLY)
         logits = torch.empty(self.max_num_seqs, _out_features(self.decoder.lm_head))
         self._linear(self.decoder.lm_head, normed, logits, count=compiled.LOGITS_TOKENS_ONLY)
@@ -130,8 +130,8 @@ class _ProgramBuilder:
     def _norm(self, norm: Norm, hidden: Tensor, residual: Tensor | None, y: Tensor | None, count: int = 0) -> None:
         """Add the previous part's output to hidden in place, then norm the sum into y, if there is one."""
         self.program.add(
-            compiled.ADD_NORM, x=hidden, other=residual, y=y, weight=norm.weight, weight_type=norm.weight.dtype,
-            type=self.dtype if y is None else y.dtype, width=hidden.shape[1], epsilon=norm.epsilon, count=count,
+            compiled.ADD_RMS_NORM, x=hidden, other=residual, y=y, weight=norm.weight, weight_type=norm.weight.dtype,
+            dtype=self.dtype if y is None else y.dtype, width=hidden.shape[1], epsilon=norm.epsilon, count=count,
         )  # fmt: skip
 
     def _attention(self, part: Attention, normed: Tensor) -> Tensor:
@@ -141,12 +141,12 @@ class _ProgramBuilder:
             (queries, strides[0], part.num_heads, part.query_norm),
             (keys, strides[1], part.num_kv_heads, part.key_norm),
         ):
-            operand = {"x": tensor, "y": tensor, "type": self.dtype, "x_stride": stride, "count": count}
+            operand = {"x": tensor, "y": tensor, "dtype": self.dtype, "x_stride": stride, "count": count}
             if norm is not None:
                 weight = {"weight": norm.weight, "weight_type": norm.weight.dtype, "epsilon": norm.epsilon}
-                self.program.add(compiled.HEAD_NORM, **operand, **weight, width=part.head_dim)
+                self.program.add(compiled.QK_NORM, **operand, **weight, width=part.head_dim)
             rope = {"weight": self.decoder.cosines, "other": self.decoder.sines}
-            self.program.add(compiled.ROTATE, **operand, **rope, width=part.head_dim)
+            self.program.add(compiled.ROPE, **operand, **rope, width=part.head_dim)
             if pages.kv_quant is not None and pages.kv_quant.hadamard:
                 self.program.add(compiled.HADAMARD, **operand, width=part.head_dim)
         y = self._buffer("attention", part.num_heads * part.head_dim)
@@ -155,21 +155,21 @@ class _ProgramBuilder:
         )
         for tensor, stride, page in ((keys, strides[1], pages.keys), (values, strides[2], pages.values)):
             self.program.add(
-                compiled.WRITE, x=tensor, type=self.dtype, x_stride=stride, y=page, weight_type=attention.page_type,
-                width=part.num_kv_heads * part.head_dim, detail=attention,
+                compiled.STORE_KV, x=tensor, dtype=self.dtype, x_stride=stride, y=page, weight_type=attention.page_type,
+                width=part.num_kv_heads * part.head_dim, params=attention,
             )  # fmt: skip
-        self.program.add(compiled.ATTEND, detail=attention)
+        self.program.add(compiled.ATTENTION, params=attention)
         return y
 
     def _feed_forward(self, part: FeedForward, normed: Tensor) -> Tensor:
         (gate, up), strides = self._linears((part.gate, part.up), normed)
         y = self._buffer("gated", part.intermediate_size)
         self.program.add(
-            compiled.GATE,
+            compiled.SILU_AND_MUL,
             x=gate,
             other=up,
             y=y,
-            type=self.dtype,
+            dtype=self.dtype,
             x_stride=strides[0],
             width=part.intermediate_size,
         )
@@ -191,7 +191,7 @@ class _ProgramBuilder:
 
     def _linear(self, layer: nn.Module, x: Tensor, y: Tensor, count: int = 0) -> None:
         bias: Tensor | None = layer.bias  # type: ignore[assignment]
-        self.program.keep(layer)
+        self.program.keep_alive(layer)
         if not isinstance(layer, QuantizedLinear):
             self.program.dense(layer.weight.detach(), bias, x, y, count)  # type: ignore[operator]
             return

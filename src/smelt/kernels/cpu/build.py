@@ -28,16 +28,16 @@ NATIVE = "-march=native"
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-w")
 UNITS: dict[str, tuple[str, ...]] = {"linear": (), "program": ()}  # source files, with extra flags
 X86 = ("x86_64", "AMD64")
-_PATIENCE = 300  # seconds until the compiler is stopped
+_COMPILE_TIMEOUT = 300  # seconds
 
 
 def load_library(machine: str = NATIVE) -> ctypes.CDLL | None:
     """Return the library for this machine, compiled if not cached; None if that is not possible."""
-    return load_units(UNITS, _declared, machine)
+    return load_units(UNITS, _declare, machine)
 
 
 def load_units(
-    units: Mapping[str, tuple[str, ...]], declared: Callable[[ctypes.CDLL], ctypes.CDLL], machine: str = NATIVE,
+    units: Mapping[str, tuple[str, ...]], declare: Callable[[ctypes.CDLL], ctypes.CDLL], machine: str = NATIVE,
     *, portable: bool = False,
 ) -> ctypes.CDLL | None:  # fmt: skip
     """Return a library of other units; `portable` units compile on any CPU."""
@@ -45,8 +45,8 @@ def load_units(
         return None
     try:
         path = ensure_compiled(machine, units)
-        _show_openmp()
-        return declared(ctypes.CDLL(str(path)))
+        _export_openmp()
+        return declare(ctypes.CDLL(str(path)))
     except (OSError, subprocess.SubprocessError, AttributeError):
         return None
 
@@ -63,7 +63,7 @@ def ensure_compiled(machine: str = NATIVE, units: Mapping[str, tuple[str, ...]] 
     return path
 
 
-def _show_openmp() -> None:
+def _export_openmp() -> None:
     """Reopen PyTorch's OpenMP runtime with global symbols: on ARM, PyTorch loads it locally."""
     libraries = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
     for path in (Path(name) for name in sorted(libraries)):
@@ -81,14 +81,14 @@ def _compiler() -> str:
 
 def _fingerprint(compiler: str, machine: str, units: Mapping[str, tuple[str, ...]]) -> str:
     """Return a hash of everything that the library depends on."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_PATIENCE).stdout
-    parts = [version, " ".join((*FLAGS, machine)).encode(), str(units).encode(), _processor()]
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_COMPILE_TIMEOUT).stdout
+    parts = [version, " ".join((*FLAGS, machine)).encode(), str(units).encode(), _cpu_features()]
     sources = (file for file in sorted(SOURCE.iterdir()) if file.suffix != ".cpp" or file.stem in units)
     parts += [file.read_bytes() for file in sources]
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
 
 
-def _processor() -> bytes:
+def _cpu_features() -> bytes:
     """Return the CPU model and its features, which `-march=native` depends on."""
     lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     keys = (b"model name", b"flags", b"CPU implementer", b"CPU part", b"Features")  # on x86, on ARM
@@ -105,12 +105,12 @@ def _compile(compiler: str, machine: str, path: Path, units: Mapping[str, tuple[
             for (name, flags), object_file in zip(units.items(), objects, strict=True)
         ]
         for command in (*commands, [compiler, "-shared", *map(str, objects), "-o", str(library)]):
-            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=_PATIENCE)
+            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=_COMPILE_TIMEOUT)
         library.chmod(0o755)
         library.replace(path)
 
 
-def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.smelt_plan_size.argtypes, library.smelt_plan_size.restype = [], int64
     library.smelt_has_int8.argtypes, library.smelt_has_int8.restype = [pointer], int32

@@ -21,20 +21,20 @@ class Prepared:
 
     tasks: dict[torch.dtype, operator.Task]
     packed: PackedMatrix
-    kind: str  # formats of the product, as passed to the operator
+    formats: str  # formats of the product, as passed to the operator
 
 
 class FloatLinear(LinearKernel):
     """Dequantize weights to float32 in registers. Quantized inputs are fake-quantized first."""
 
     name = "cpu-float"
-    integers = False
+    quantizes_inputs = False
 
     def __init__(self, library: Any) -> None:
         if library.smelt_plan_size() != ctypes.sizeof(LinearPlan):
             raise OSError("the compiled library has a different plan layout")
         self.library = library
-        operator.use(library)
+        operator.set_library(library)
 
     def supports(self, packed: PackedMatrix, inputs: ActivationQuant | None, dtype: torch.dtype) -> bool:
         contiguous = all(tensor.is_contiguous() for tensor in packed.tensors.values())
@@ -42,24 +42,24 @@ class FloatLinear(LinearKernel):
         return on_cpu and contiguous and dtype in FLOAT_TYPES and supports_format(packed.format, packed.tensors)
 
     def prepare(self, packed: PackedMatrix, inputs: ActivationQuant | None) -> Prepared:
-        quant = inputs if self.integers else None
+        quant = inputs if self.quantizes_inputs else None
         tasks = {}
         for dtype in FLOAT_TYPES:
             plan = make_linear_plan(packed.format, packed.rows, packed.columns, packed.tensors, quant, dtype)
             tasks[dtype] = operator.Task(self.library, plan)
-        return Prepared(tasks, packed, operator.kind(packed.format, quant))
+        return Prepared(tasks, packed, operator.product_key(packed.format, quant))
 
     def run(
         self, x: Tensor, packed: PackedMatrix, inputs: ActivationQuant | None, bias: Tensor | None, prepared: Prepared
     ) -> Tensor:
         if x.requires_grad and torch.is_grad_enabled():
             return self._dense(x, packed, inputs, bias, prepared)
-        if inputs is not None and not self.integers:
+        if inputs is not None and not self.quantizes_inputs:
             x = inputs.fake_quantize(x)
         if torch.compiler.is_compiling():
             tensors = [packed.tensors.get(name) for name in ("codes", "scale", "zero", "negative", "tensor")]
-            scale = None if inputs is None or not self.integers else inputs.scale
-            return torch.ops.smelt.cpu_linear(x, *tensors, bias, scale, prepared.kind)
+            scale = None if inputs is None or not self.quantizes_inputs else inputs.scale
+            return torch.ops.smelt.cpu_linear(x, *tensors, bias, scale, prepared.formats)
         return operator.run(self.library, prepared.tasks[x.dtype], x, bias)
 
     def _dense(
@@ -68,7 +68,7 @@ class FloatLinear(LinearKernel):
         """Multiply with the dequantized matrix, so that gradients pass through."""
         if torch.compiler.is_compiling():
             return REFERENCE.run(x, packed, inputs, bias, None)
-        weight = operator.decoded(self.library, prepared.tasks[x.dtype], 0, packed.rows, x.dtype)
+        weight = operator.dequantize_rows(self.library, prepared.tasks[x.dtype], 0, packed.rows, x.dtype)
         return F.linear(x if inputs is None else inputs.fake_quantize(x), weight, bias)
 
 
@@ -76,7 +76,7 @@ class Int8Linear(FloatLinear):
     """Quantize inputs to int8 (or fewer bits) and multiply integers."""
 
     name = "cpu-integer"
-    integers = True
+    quantizes_inputs = True
 
     def supports(self, packed: PackedMatrix, inputs: ActivationQuant | None, dtype: torch.dtype) -> bool:
         if not super().supports(packed, inputs, dtype) or not supports_inputs(inputs):

@@ -18,21 +18,21 @@ from smelt.kernels.linear import ActivationQuant
 from smelt.numerics.catalog import format_name, get_format
 from smelt.numerics.format import Format
 
-FEW, FEW_ROUNDED = 4, 1  # most tokens for GEMV, with float and with quantized inputs
-DENSE = 16  # fewest tokens for a dense GEMM with a dequantized matrix, if the library has no GEMM
-NEVER = 1 << 62
-SLAB = 1 << 22  # values dequantized at once
-_MOST_TASKS = 65536
+MAX_GEMV_TOKENS, MAX_INT8_GEMV_TOKENS = 4, 1  # with float and with quantized inputs
+MIN_DENSE_TOKENS = 16  # fewest tokens for a dense GEMM with a dequantized matrix, if the library has no GEMM
+UNLIMITED = 1 << 62
+MAX_DEQUANTIZED = 1 << 22  # values dequantized at once
+_MAX_TASKS = 65536
 _tasks: dict[tuple[Any, ...], Task] = {}
 _library: Any = None
 _definitions = torch.library.Library("smelt", "FRAGMENT")
 _definitions.define(
     "cpu_linear(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor? negative, Tensor? divisor, Tensor? bias, "
-    "Tensor? x_scale, str kind) -> Tensor"
+    "Tensor? x_scale, str formats) -> Tensor"
 )
 
 
-def use(library: Any) -> None:
+def set_library(library: Any) -> None:
     """Set the library that the operator calls."""
     global _library
     _library = library
@@ -41,23 +41,23 @@ def use(library: Any) -> None:
 class Task:
     """A plan and what each call needs to know."""
 
-    __slots__ = ("address", "biased", "columns", "dense_from", "few", "plan", "rows")
+    __slots__ = ("address", "columns", "has_bias", "max_gemv_tokens", "min_dense_tokens", "plan", "rows")
 
     def __init__(self, library: Any, plan: LinearPlan) -> None:
         self.plan, self.address = plan, ctypes.addressof(plan)
         self.rows, self.columns = plan.rows, plan.columns
-        self.few, self.dense_from = FEW, DENSE
-        self.biased = False
+        self.max_gemv_tokens, self.min_dense_tokens = MAX_GEMV_TOKENS, MIN_DENSE_TOKENS
+        self.has_bias = False
         if plan.inputs != FLOAT_INPUTS:
-            self.few, self.dense_from = FEW_ROUNDED, NEVER
+            self.max_gemv_tokens, self.min_dense_tokens = MAX_INT8_GEMV_TOKENS, UNLIMITED
         elif library.smelt_has_gemm(self.address):
-            self.dense_from = NEVER
+            self.min_dense_tokens = UNLIMITED
 
     def set_bias(self, bias: Tensor | None) -> None:
         if bias is not None:
-            self.plan.bias, self.plan.bias_type, self.biased = bias.data_ptr(), DTYPE_CODES[bias.dtype], True
-        elif self.biased:
-            self.plan.bias, self.plan.bias_type, self.biased = None, 0, False
+            self.plan.bias, self.plan.bias_type, self.has_bias = bias.data_ptr(), DTYPE_CODES[bias.dtype], True
+        elif self.has_bias:
+            self.plan.bias, self.plan.bias_type, self.has_bias = None, 0, False
 
 
 def run(library: Any, task: Task, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -67,33 +67,33 @@ def run(library: Any, task: Task, x: Tensor, bias: Tensor | None) -> Tensor:
         raise ValueError(f"the inputs have {x.shape[-1]} columns, the matrix has {columns}")
     x = x.contiguous()
     tokens = x.numel() // columns
-    if tokens >= task.dense_from:
-        return _by_slabs(library, task, x, bias)
+    if tokens >= task.min_dense_tokens:
+        return _dense_product(library, task, x, bias)
     y = torch.empty((*x.shape[:-1], rows), dtype=x.dtype)
     if tokens:
         task.set_bias(bias)
         threads = threads_for(rows * columns * tokens)
-        library.smelt_linear(task.address, x.data_ptr(), y.data_ptr(), tokens, task.few, threads)
+        library.smelt_linear(task.address, x.data_ptr(), y.data_ptr(), tokens, task.max_gemv_tokens, threads)
     return y
 
 
-def decoded(library: Any, task: Task, first: int, last: int, dtype: torch.dtype) -> Tensor:
+def dequantize_rows(library: Any, task: Task, first: int, last: int, dtype: torch.dtype) -> Tensor:
     """Dequantize rows of the matrix: [last - first, columns]."""
     out = torch.empty(last - first, task.columns, dtype=dtype)
     library.smelt_dequantize(task.address, first, last, out.data_ptr(), threads_for(out.numel()))
     return out
 
 
-def _by_slabs(library: Any, task: Task, x: Tensor, bias: Tensor | None) -> Tensor:
+def _dense_product(library: Any, task: Task, x: Tensor, bias: Tensor | None) -> Tensor:
     """Dequantize and multiply some rows at a time."""
-    rows, slab_rows = task.rows, max(1, SLAB // task.columns)
-    if rows <= slab_rows:
-        return F.linear(x, decoded(library, task, 0, rows, x.dtype), bias)
+    rows, chunk_rows = task.rows, max(1, MAX_DEQUANTIZED // task.columns)
+    if rows <= chunk_rows:
+        return F.linear(x, dequantize_rows(library, task, 0, rows, x.dtype), bias)
     y = torch.empty((*x.shape[:-1], rows), dtype=x.dtype)
-    for first in range(0, rows, slab_rows):
-        last = min(first + slab_rows, rows)
+    for first in range(0, rows, chunk_rows):
+        last = min(first + chunk_rows, rows)
         bias_slice = None if bias is None else bias[first:last]
-        y[..., first:last] = F.linear(x, decoded(library, task, first, last, x.dtype), bias_slice)
+        y[..., first:last] = F.linear(x, dequantize_rows(library, task, first, last, x.dtype), bias_slice)
     return y
 
 
@@ -102,7 +102,7 @@ def threads_for(work: int) -> int:
     return 1 if work < 1 << 16 else torch.get_num_threads()
 
 
-def kind(weight: Format, inputs: ActivationQuant | None) -> str:
+def product_key(weight: Format, inputs: ActivationQuant | None) -> str:
     """Return the formats of a product as a string, which a graph can hold."""
     return (
         format_name(weight)
@@ -111,8 +111,8 @@ def kind(weight: Format, inputs: ActivationQuant | None) -> str:
     )
 
 
-def _read_kind(kind: str, x_scale: Tensor | None) -> tuple[Format, ActivationQuant | None]:
-    weight, *inputs = kind.split()
+def _parse_product_key(key: str, x_scale: Tensor | None) -> tuple[Format, ActivationQuant | None]:
+    weight, *inputs = key.split()
     quant = ActivationQuant(get_format(inputs[0]), x_scale, float(inputs[1])) if inputs else None
     return get_format(weight), quant
 
@@ -120,17 +120,17 @@ def _read_kind(kind: str, x_scale: Tensor | None) -> tuple[Format, ActivationQua
 @torch.library.impl(_definitions, "cpu_linear", "CPU")
 def _linear(
     x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, negative: Tensor | None, divisor: Tensor | None,
-    bias: Tensor | None, x_scale: Tensor | None, kind: str,
+    bias: Tensor | None, x_scale: Tensor | None, formats: str,
 ) -> Tensor:  # fmt: skip
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (zero, negative, divisor, x_scale)]
-    key = (kind, codes.data_ptr(), scale.data_ptr(), *addresses, scale.dtype, x.shape[-1], len(codes), x.dtype)
+    key = (formats, codes.data_ptr(), scale.data_ptr(), *addresses, scale.dtype, x.shape[-1], len(codes), x.dtype)
     task = _tasks.get(key)
     if task is None:
-        if len(_tasks) >= _MOST_TASKS:
+        if len(_tasks) >= _MAX_TASKS:
             _tasks.clear()
         tensors = {"codes": codes, "scale": scale, "zero": zero, "negative": negative, "tensor": divisor}
         present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        weight, quant = _read_kind(kind, x_scale)
+        weight, quant = _parse_product_key(formats, x_scale)
         plan = make_linear_plan(weight, len(codes), x.shape[-1], present, quant, x.dtype)
         task = _tasks[key] = Task(_library, plan)
     return run(_library, task, x, bias)

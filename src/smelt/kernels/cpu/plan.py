@@ -20,7 +20,7 @@ BYTES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 BYTE = 4
 FLOAT_INPUTS, PER_TOKEN_SCALE, FIXED_SCALE = range(3)  # how input activations are quantized
 FLOAT_TYPES = (torch.float32, torch.bfloat16)
-_VALUES: dict[type[Format], int] = {
+_DEQUANT_MODES: dict[type[Format], int] = {
     Integer: UNIFORM,
     DenormalInteger: DENORMAL,
     Scaled: TABLE,
@@ -33,9 +33,12 @@ _VALUES: dict[type[Format], int] = {
 class LinearPlan(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("rows", "columns", "group", "groups", "scale_stride")),
-        *((name, ctypes.c_int32) for name in ("bits", "values", "scale_type", "zero_type", "bias_type", "x_type")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("bits", "dequant_mode", "scale_type", "zero_type", "bias_type", "x_type")
+        ),
         ("inputs", ctypes.c_int32),
-        *((name, ctypes.c_float) for name in ("center", "span", "lowest", "highest", "clip")),
+        *((name, ctypes.c_float) for name in ("center", "amax_code", "qmin", "qmax", "clip_ratio")),
         *((name, ctypes.c_void_p) for name in ("codes", "scale", "zero", "negative", "divisor")),
         *((name, ctypes.c_void_p) for name in ("scale_table", "table", "bias", "x_scale")),
     ]
@@ -43,7 +46,7 @@ class LinearPlan(ctypes.Structure):
 
 def supports_format(number_format: Format, tensors: dict[str, Tensor]) -> bool:
     """Return whether the compiled code supports a format and the dtypes of its quantization parameters."""
-    if type(number_format) not in _VALUES:
+    if type(number_format) not in _DEQUANT_MODES:
         return False
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     consistent = (
@@ -76,7 +79,7 @@ def make_linear_plan(
     scale, zero, size = tensors["scale"], tensors.get("zero"), number_format.effective_group_size(columns)
     plan = LinearPlan(rows=rows, columns=columns, group=size, groups=-(-columns // size), bits=number_format.bits)
     plan.scale_stride = 0 if number_format.group_size == PER_TENSOR else plan.groups
-    plan.values, plan.x_type = _VALUES[type(number_format)], DTYPE_CODES[x]
+    plan.dequant_mode, plan.x_type = _DEQUANT_MODES[type(number_format)], DTYPE_CODES[x]
     plan.scale_type = BYTE if scale.dtype in BYTES else DTYPE_CODES[scale.dtype]
     if zero is not None:
         plan.zero_type = BYTE if zero.dtype == torch.uint8 else DTYPE_CODES[zero.dtype]
@@ -99,9 +102,9 @@ def _set_inputs(plan: LinearPlan, inputs: ActivationQuant) -> None:
     number_format = inputs.format
     assert isinstance(number_format, Integer)
     plan.inputs = PER_TOKEN_SCALE if inputs.scale is None else FIXED_SCALE
-    plan.span = number_format.qmax / 2 if number_format.full_range else number_format.qmax // 2
-    plan.lowest, plan.highest = -(number_format.qmax // 2 + 1), number_format.qmax // 2
-    plan.clip = inputs.clip_ratio
+    plan.amax_code = number_format.qmax / 2 if number_format.full_range else number_format.qmax // 2
+    plan.qmin, plan.qmax = -(number_format.qmax // 2 + 1), number_format.qmax // 2
+    plan.clip_ratio = inputs.clip_ratio
     plan.x_scale = None if inputs.scale is None else inputs.scale.data_ptr()
 
 
@@ -117,17 +120,17 @@ def _table(number_format: Scaled) -> Tensor:
     """Return the value of each of 256 codes; never freed, since plans point to it."""
     values = torch.full((256,), float("nan"))
     values[: len(number_format.elements.values)] = torch.tensor(number_format.elements.values)
-    return _keep(values)
+    return _keep_alive(values)
 
 
 @lru_cache(maxsize=256)
 def _scale_table(number_format: Format, dtype: torch.dtype) -> Tensor:
-    return _keep(load_scale(torch.arange(256, dtype=torch.uint8).view(dtype), number_format.scale_dtype))
+    return _keep_alive(load_scale(torch.arange(256, dtype=torch.uint8).view(dtype), number_format.scale_dtype))
 
 
 _TABLES: list[Tensor] = []
 
 
-def _keep(table: Tensor) -> Tensor:
+def _keep_alive(table: Tensor) -> Tensor:
     _TABLES.append(table)
     return table

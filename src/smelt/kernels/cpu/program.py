@@ -12,21 +12,22 @@ import torch
 from torch import Tensor
 
 from smelt.kernels.attention_metadata import AttentionMetadata, LayerKVPages
-from smelt.kernels.cpu.operator import FEW, FEW_ROUNDED
+from smelt.kernels.cpu.operator import MAX_GEMV_TOKENS, MAX_INT8_GEMV_TOKENS
 from smelt.kernels.cpu.plan import DTYPE_CODES, FLOAT_INPUTS, LinearPlan
 from smelt.kernels.kv_quant import FP8, INT4, INT8, KVQuantFormat
 
-EMBED, ADD_NORM, PACKED, DENSE, HEAD_NORM, ROTATE, HADAMARD, WRITE, ATTEND, GATE, PICK = range(11)
-ROWS = {INT8: 16, FP8: 17, INT4: 18}  # page types of quantized rows
+EMBED, ADD_RMS_NORM, PACKED_LINEAR, DENSE_LINEAR, QK_NORM, ROPE = range(6)
+HADAMARD, STORE_KV, ATTENTION, SILU_AND_MUL, GATHER_ROWS = range(6, 11)
+ROW_TYPES = {INT8: 16, FP8: 17, INT4: 18}  # page types of quantized rows
 LOGITS_TOKENS_ONLY = -1  # in `count`: the operation runs only on tokens that need logits
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 
 class Operation(ctypes.Structure):
     _fields_ = [
-        ("kind", _int),
-        ("type", _int),
-        *((name, _pointer) for name in ("detail", "x", "other", "weight", "y")),
+        ("op_type", _int),
+        ("dtype", _int),
+        *((name, _pointer) for name in ("params", "x", "other", "weight", "y")),
         *((name, _long) for name in ("width", "x_stride", "count")),
         ("epsilon", _float),
         ("weight_type", _int),
@@ -67,11 +68,11 @@ class AttentionStruct(ctypes.Structure):
     _fields_ = [
         *((name, _long) for name in ("heads", "kv_heads", "head_dim", "block_size", "query_stride", "window")),
         ("scale", _float),
-        *((name, _int) for name in ("type", "page_type")),
+        *((name, _int) for name in ("dtype", "page_type")),
         *((name, _pointer) for name in ("queries", "key_pages", "value_pages", "results")),
         *((name, _pointer) for name in ("head_cluster", "head_column")),
         ("heads_per_page", _long),
-        *((name, _long) for name in ("half", "row_bytes")),
+        *((name, _long) for name in ("half_dim", "row_bytes")),
     ]
 
 
@@ -87,108 +88,112 @@ class Program:
     def __init__(self, library: Any) -> None:
         self.library = library
         self._operations: list[Operation] = []
-        self._kept: list[Any] = []
+        self._alive: list[Any] = []
         self._array: Any = None
 
-    def add(self, kind: int, **fields: Any) -> None:
+    def add(self, op_type: int, **fields: Any) -> None:
         """Append an operation. Tensors and structures become pointers, torch dtypes their codes."""
-        self._operations.append(Operation(kind=kind, **{name: self._plain(value) for name, value in fields.items()}))
+        converted = {name: self._to_field(value) for name, value in fields.items()}
+        self._operations.append(Operation(op_type=op_type, **converted))
 
-    def keep(self, thing: Any) -> None:
+    def keep_alive(self, owner: Any) -> None:
         """Keep an object alive that operations point into."""
-        self._kept.append(thing)
+        self._alive.append(owner)
 
     def packed(self, plan: LinearPlan, x: Tensor, y: Tensor, count: int = 0) -> None:
         """Append a product of x with a packed matrix."""
-        max_gemv_tokens = FEW if plan.inputs == FLOAT_INPUTS else FEW_ROUNDED
-        self.add(PACKED, detail=plan, x=x, y=y, width=max_gemv_tokens, count=count)
+        max_gemv_tokens = MAX_GEMV_TOKENS if plan.inputs == FLOAT_INPUTS else MAX_INT8_GEMV_TOKENS
+        self.add(PACKED_LINEAR, params=plan, x=x, y=y, width=max_gemv_tokens, count=count)
 
     def dense(self, weight: Tensor, bias: Tensor | None, x: Tensor, y: Tensor, count: int = 0) -> None:
         matrix = DenseMatrix(
             rows=weight.shape[0], columns=weight.shape[1],
-            weight=self._plain(weight), weight_type=DTYPE_CODES[weight.dtype],
-            bias_type=0 if bias is None else DTYPE_CODES[bias.dtype], bias=None if bias is None else self._plain(bias),
+            weight=self._to_field(weight), weight_type=DTYPE_CODES[weight.dtype],
+            bias_type=0 if bias is None else DTYPE_CODES[bias.dtype],
+            bias=None if bias is None else self._to_field(bias),
             x_type=DTYPE_CODES[x.dtype], y_type=DTYPE_CODES[y.dtype],
         )  # fmt: skip
-        self.add(DENSE, detail=matrix, x=x, y=y, count=count)
+        self.add(DENSE_LINEAR, params=matrix, x=x, y=y, count=count)
 
     def attention(
         self, queries: Tensor, stride: int, pages: LayerKVPages, results: Tensor, *, heads: int, scale: float,
         window: int | None,
     ) -> AttentionStruct:  # fmt: skip
-        """Return the `detail` of an attention operation, and of the operations that write to its pages."""
+        """Return the `params` of an attention operation, and of the operations that write to its pages."""
         _, block_size, _, head_dim = pages.keys.shape
-        page_fields: dict[str, Any] = _page_type(pages.keys, pages.kv_quant)
+        page_fields: dict[str, Any] = _page_fields(pages.keys, pages.kv_quant)
         if pages.head_cluster is not None and pages.head_column is not None:
             page_fields |= {
-                "head_cluster": self._plain(pages.head_cluster),
-                "head_column": self._plain(pages.head_column),
+                "head_cluster": self._to_field(pages.head_cluster),
+                "head_column": self._to_field(pages.head_column),
             }
             page_fields |= {"heads_per_page": pages.heads_per_page}
         return AttentionStruct(
             heads=heads, kv_heads=pages.num_kv_heads,
             head_dim=head_dim if pages.kv_quant is None else pages.kv_quant.head_dim, block_size=block_size,
-            query_stride=stride, window=window or 0, scale=scale, type=DTYPE_CODES[queries.dtype],
-            queries=self._plain(queries), key_pages=self._plain(pages.keys), value_pages=self._plain(pages.values),
-            results=self._plain(results), **page_fields,
+            query_stride=stride, window=window or 0, scale=scale, dtype=DTYPE_CODES[queries.dtype],
+            queries=self._to_field(queries), key_pages=self._to_field(pages.keys),
+            value_pages=self._to_field(pages.values), results=self._to_field(results), **page_fields,
         )  # fmt: skip
 
-    def run(self, ids: Tensor, positions: Tensor, rows: Tensor, pages: AttentionMetadata) -> None:
+    def run(self, ids: Tensor, positions: Tensor, rows: Tensor, metadata: AttentionMetadata) -> None:
         """Run one step with all of its tokens; `rows` are the tokens that need logits."""
         if self._array is None or len(self._array) != len(self._operations):
             self._array = (Operation * len(self._operations))(*self._operations)
         step = _Step(
             tokens=ids.numel(), num_logits=rows.numel(), ids=ids.data_ptr(), positions=positions.data_ptr(),
-            slot_mapping=pages.slot_mapping.data_ptr(), rows=rows.data_ptr(), metadata=_metadata_struct(pages),
+            slot_mapping=metadata.slot_mapping.data_ptr(), rows=rows.data_ptr(), metadata=_metadata_struct(metadata),
             threads=torch.get_num_threads(),
         )  # fmt: skip
         self.library.smelt_run(ctypes.addressof(self._array), len(self._array), ctypes.addressof(step))
 
-    def _plain(self, value: Any) -> Any:
+    def _to_field(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            self._kept.append(value)
+            self._alive.append(value)
             return value.data_ptr()
         if isinstance(value, ctypes.Structure):
-            self._kept.append(value)
+            self._alive.append(value)
             return ctypes.addressof(value)
         return DTYPE_CODES[value] if isinstance(value, torch.dtype) else value
 
 
 def attention(
-    library: Any, queries: Tensor, key_pages: Tensor, value_pages: Tensor, pages: AttentionMetadata, scale: float,
-    window: int | None = None, rows: KVQuantFormat | None = None,
+    library: Any, queries: Tensor, key_pages: Tensor, value_pages: Tensor, metadata: AttentionMetadata, scale: float,
+    window: int | None = None, kv_quant: KVQuantFormat | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute `smelt.kernels.paged.paged_attention_reference` with the compiled code."""
     tokens, heads, head_dim = queries.shape
     queries = queries.contiguous()
     results = torch.empty_like(queries)
-    detail = AttentionStruct(
+    params = AttentionStruct(
         heads=heads, kv_heads=key_pages.shape[2], head_dim=head_dim, block_size=key_pages.shape[1],
         query_stride=heads * head_dim,
-        window=window or 0, scale=scale, type=DTYPE_CODES[queries.dtype], queries=queries.data_ptr(),
+        window=window or 0, scale=scale, dtype=DTYPE_CODES[queries.dtype], queries=queries.data_ptr(),
         key_pages=key_pages.data_ptr(), value_pages=value_pages.data_ptr(), results=results.data_ptr(),
-        **_page_type(key_pages, rows),
+        **_page_fields(key_pages, kv_quant),
     )  # fmt: skip
-    threads = torch.get_num_threads() if tokens * heads * pages.max_seq_len > 1 << 12 else 1
-    metadata = _metadata_struct(pages)
-    library.smelt_attend(ctypes.addressof(detail), ctypes.addressof(metadata), threads)
+    threads = torch.get_num_threads() if tokens * heads * metadata.max_seq_len > 1 << 12 else 1
+    struct = _metadata_struct(metadata)
+    library.smelt_attend(ctypes.addressof(params), ctypes.addressof(struct), threads)
     return results
 
 
-def _page_type(pages: Tensor, rows: KVQuantFormat | None) -> dict[str, int]:
-    if rows is None:
+def _page_fields(pages: Tensor, kv_quant: KVQuantFormat | None) -> dict[str, int]:
+    if kv_quant is None:
         return {"page_type": DTYPE_CODES[pages.dtype]}
-    return {"page_type": ROWS[rows.name], "half": rows.half_dim, "row_bytes": rows.row_bytes}
+    return {"page_type": ROW_TYPES[kv_quant.name], "half_dim": kv_quant.half_dim, "row_bytes": kv_quant.row_bytes}
 
 
-def _metadata_struct(pages: AttentionMetadata) -> _Metadata:
+def _metadata_struct(metadata: AttentionMetadata) -> _Metadata:
     cluster_fields = {}
-    if pages.request_slots is not None and pages.seq_len_offsets is not None:
+    if metadata.request_slots is not None and metadata.seq_len_offsets is not None:
         cluster_fields = {
-            "request_slots": pages.request_slots.data_ptr(), "seq_len_offsets": pages.seq_len_offsets.data_ptr(),
-            "cluster_stride": pages.block_tables.stride(1), "offset_stride": pages.seq_len_offsets.stride(0),
+            "request_slots": metadata.request_slots.data_ptr(),
+            "seq_len_offsets": metadata.seq_len_offsets.data_ptr(),
+            "cluster_stride": metadata.block_tables.stride(1), "offset_stride": metadata.seq_len_offsets.stride(0),
         }  # fmt: skip
     return _Metadata(
-        requests=len(pages.seq_lens), cu_seqlens_q=pages.cu_seqlens_q.data_ptr(), seq_lens=pages.seq_lens.data_ptr(),
-        block_tables=pages.block_tables.data_ptr(), table_stride=pages.block_tables.stride(0), **cluster_fields,
+        requests=len(metadata.seq_lens), cu_seqlens_q=metadata.cu_seqlens_q.data_ptr(),
+        seq_lens=metadata.seq_lens.data_ptr(), block_tables=metadata.block_tables.data_ptr(),
+        table_stride=metadata.block_tables.stride(0), **cluster_fields,
     )  # fmt: skip

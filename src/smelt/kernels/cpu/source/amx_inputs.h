@@ -11,7 +11,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-constexpr int TILE = 16, TILE_BYTES = 1024, PAIR = 32;  // rows per tile, bytes per tile, rows computed together
+constexpr int TILE = 16, TILE_BYTES = 1024, ROW_BLOCK = 32;  // rows per tile, bytes per tile, rows computed together
 
 inline bool tiles_granted() {  // the OS grants AMX registers on request
     static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
@@ -19,7 +19,7 @@ inline bool tiles_granted() {  // the OS grants AMX registers on request
 }
 
 inline bool exact_in_bfloat(const LinearPlan& plan) {
-    if (plan.values != TABLE) return true;
+    if (plan.dequant_mode != TABLE) return true;
     for (int code = 0; code < 1 << plan.bits; ++code)
         if (bfloat_to_float(float_to_bfloat(plan.table[code])) != plan.table[code]) return false;
     return true;
@@ -59,36 +59,36 @@ inline void transpose(__m512i rows[16]) {  // 16 x 16 32-bit words
 }
 
 struct TileInputs {
-    uint8_t* tiles;  // [blocks of 16 tokens, steps, pieces, TILE_BYTES]
-    float* sums;     // [blocks, groups, 16 tokens]: sums of inputs or of their codes
+    uint8_t* tiles;        // [blocks of 16 tokens, steps, num_terms, TILE_BYTES]
+    float* sums;           // [blocks, groups, 16 tokens]: sums of inputs or of their codes
     int32_t* offset_sums;  // [blocks, groups, 16 tokens]: offset * sum of codes
-    float* scale;    // [blocks, 16 tokens]: scale of the codes
+    float* scale;          // [blocks, 16 tokens]: scale of the codes
     int64_t blocks, steps;
-    int pieces;
+    int num_terms;
 };
 
-inline TileInputs allocate_tile_inputs(const LinearPlan& plan, int64_t tokens, int columns, int pieces) {
+inline TileInputs allocate_tile_inputs(const LinearPlan& plan, int64_t tokens, int columns, int num_terms) {
     static thread_local Scratch tiles, sums, offset_sums, scale;
     const int64_t blocks = (tokens + TILE - 1) / TILE, steps = (plan.columns + columns - 1) / columns;
     return {
-        tiles.take<uint8_t>(blocks * steps * pieces * TILE_BYTES),
-        sums.take<float>(blocks * plan.groups * TILE),
-        offset_sums.take<int32_t>(blocks * plan.groups * TILE),
-        scale.take<float>(blocks * TILE),
+        tiles.get<uint8_t>(blocks * steps * num_terms * TILE_BYTES),
+        sums.get<float>(blocks * plan.groups * TILE),
+        offset_sums.get<int32_t>(blocks * plan.groups * TILE),
+        scale.get<float>(blocks * TILE),
         blocks,
         steps,
-        pieces};
+        num_terms};
 }
 
 // Subtract the part that bfloat16 represents (truncated); 0 for infinity and NaN.
-inline __m512 without_upper_half(__m512 x) {
+inline __m512 bfloat_remainder(__m512 x) {
     const __m512i upper = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(int(0xffff0000)));
     const __mmask16 finite = _mm512_fpclass_ps_mask(x, 0x99) ^ 0xffff;
     return _mm512_maskz_sub_ps(finite, x, _mm512_castsi512_ps(upper));
 }
 
 // Truncate two registers of float32 to 32 bfloat16 values, `low` in the lower half of each word.
-inline __m512i pair_up(__m512 low, __m512 high) {
+inline __m512i pack_bfloat_pairs(__m512 low, __m512 high) {
     const __m512i lower = _mm512_srli_epi32(_mm512_castps_si512(low), 16);
     return _mm512_mask_blend_epi16(0xaaaaaaaa, lower, _mm512_castps_si512(high));
 }
@@ -114,41 +114,42 @@ inline void pack_floats(const LinearPlan& plan, const void* x, int64_t tokens, i
         for (int t = 0; t < TILE; ++t) {
             const int64_t token = block * TILE + t, k = step * 32;
             const bool valid = token < tokens;
-            __m512 low = valid ? inputs_at(plan, x, token, k) : _mm512_setzero_ps();
-            __m512 high = valid && k + 16 < plan.columns ? inputs_at(plan, x, token, k + 16) : _mm512_setzero_ps();
+            __m512 low = valid ? load_input_columns(plan, x, token, k) : _mm512_setzero_ps();
+            const bool has_high = valid && k + 16 < plan.columns;
+            __m512 high = has_high ? load_input_columns(plan, x, token, k + 16) : _mm512_setzero_ps();
             if (plan.zero) sums[k / plan.group * TILE + t] += _mm512_reduce_add_ps(_mm512_add_ps(low, high));
             order_inputs<Bits>(low, high);
-            for (int piece = 0; piece < in.pieces; ++piece) {
-                words[piece][t] = pair_up(low, high);
-                low = without_upper_half(low), high = without_upper_half(high);
+            for (int term = 0; term < in.num_terms; ++term) {
+                words[term][t] = pack_bfloat_pairs(low, high);
+                low = bfloat_remainder(low), high = bfloat_remainder(high);
             }
         }
-        for (int piece = 0; piece < in.pieces; ++piece) {
-            transpose(words[piece]);
-            uint8_t* tile = in.tiles + ((block * in.steps + step) * in.pieces + piece) * TILE_BYTES;
-            for (int r = 0; r < TILE; ++r) _mm512_store_si512(tile + r * 64, words[piece][r]);
+        for (int term = 0; term < in.num_terms; ++term) {
+            transpose(words[term]);
+            uint8_t* tile = in.tiles + ((block * in.steps + step) * in.num_terms + term) * TILE_BYTES;
+            for (int r = 0; r < TILE; ++r) _mm512_store_si512(tile + r * 64, words[term][r]);
         }
     }
 }
 
 inline void pack_int8(const LinearPlan& plan, const void* x, int64_t tokens, int64_t block, const TileInputs& in) {
-    const int64_t present = tokens - block * TILE < TILE ? tokens - block * TILE : TILE, padded = in.steps * CHUNK;
+    const int64_t valid_tokens = tokens - block * TILE < TILE ? tokens - block * TILE : TILE, padded = in.steps * CHUNK;
     const int64_t width = plan.x_type == FLOAT32 ? 4 : 2;
     const void* first = static_cast<const uint8_t*>(x) + block * TILE * plan.columns * width;
-    const Int8Inputs plain = int8_inputs(plan, first, present);
+    const Int8Inputs quantized = int8_inputs(plan, first, valid_tokens);
     for (int t = 0; t < TILE; ++t) {
-        in.scale[block * TILE + t] = t < present ? plain.scale[t] : 0.0f;
+        in.scale[block * TILE + t] = t < valid_tokens ? quantized.scale[t] : 0.0f;
         for (int64_t g = 0; g < plan.groups; ++g) {
-            const float sum = t < present ? plain.sums[t * plain.padded_groups + g] : 0.0f;
+            const float sum = t < valid_tokens ? quantized.sums[t * quantized.padded_groups + g] : 0.0f;
             in.sums[(block * plan.groups + g) * TILE + t] = sum;
-            in.offset_sums[(block * plan.groups + g) * TILE + t] = int32_t(sum) * offset_of(plan);
+            in.offset_sums[(block * plan.groups + g) * TILE + t] = int32_t(sum) * unsigned_offset(plan);
         }
     }
     for (int64_t step = 0; step < in.steps; ++step) {
         __m512i words[TILE];
         for (int t = 0; t < TILE; ++t)
-            words[t] =
-                t < present ? _mm512_load_si512(plain.codes + t * padded + step * CHUNK) : _mm512_setzero_si512();
+            words[t] = t < valid_tokens ? _mm512_load_si512(quantized.codes + t * padded + step * CHUNK)
+                                        : _mm512_setzero_si512();
         transpose(words);
         uint8_t* tile = in.tiles + (block * in.steps + step) * TILE_BYTES;
         for (int r = 0; r < TILE; ++r) _mm512_store_si512(tile + r * 64, words[r]);

@@ -6,31 +6,34 @@
 
 #ifdef SMELT_TILES
 inline bool has_dense_tiles(const DenseMatrix& d, int64_t tokens) {
-    const bool halves = d.weight_type == BFLOAT16 && d.x_type == BFLOAT16;
-    return halves && tokens > 4 && d.columns % 32 == 0 && d.rows % 16 == 0 && tiles_granted();
+    const bool bfloat16 = d.weight_type == BFLOAT16 && d.x_type == BFLOAT16;
+    return bfloat16 && tokens > 4 && d.columns % 32 == 0 && d.rows % 16 == 0 && tiles_granted();
 }
 
 // Pack inputs [tokens, columns] as tiles [blocks of 16 tokens, steps of 32 columns, TILE_BYTES]: two columns per row.
 inline const uint8_t* dense_tile_inputs(const DenseMatrix& d, const void* x, int64_t tokens) {
-    static thread_local Scratch room;
+    static thread_local Scratch buffer;
     const int64_t blocks = (tokens + TILE - 1) / TILE, steps = d.columns / 32;
-    uint8_t* tiles = room.take<uint8_t>(blocks * steps * TILE_BYTES);
-    const uint16_t* from = static_cast<const uint16_t*>(x);
+    uint8_t* tiles = buffer.get<uint8_t>(blocks * steps * TILE_BYTES);
+    const uint16_t* source = static_cast<const uint16_t*>(x);
     for (int64_t block = 0; block < blocks; ++block)
         for (int64_t step = 0; step < steps; ++step) {
             __m512i words[TILE];
             for (int t = 0; t < TILE; ++t) {
                 const int64_t token = block * TILE + t;
-                words[t] = token < tokens ? _mm512_loadu_si512(from + token * d.columns + step * 32) : _mm512_setzero_si512();
+                words[t] = token < tokens ? _mm512_loadu_si512(source + token * d.columns + step * 32)
+                                          : _mm512_setzero_si512();
             }
             transpose(words);
-            for (int r = 0; r < TILE; ++r) _mm512_store_si512(tiles + (block * steps + step) * TILE_BYTES + r * 64, words[r]);
+            for (int r = 0; r < TILE; ++r)
+                _mm512_store_si512(tiles + (block * steps + step) * TILE_BYTES + r * 64, words[r]);
         }
     return tiles;
 }
 
 // Store sums [16 rows, 16 tokens] with the bias.
-inline void store_dense_tile(const DenseMatrix& d, const float* sums, int64_t row, int64_t token, int64_t tokens, void* y) {
+inline void store_dense_tile(
+    const DenseMatrix& d, const float* sums, int64_t row, int64_t token, int64_t tokens, void* y) {
     __m512i lines[TILE];
     for (int r = 0; r < TILE; ++r) lines[r] = _mm512_load_si512(sums + r * TILE);
     transpose(lines);

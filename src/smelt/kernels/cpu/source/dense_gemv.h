@@ -15,11 +15,12 @@ struct DenseMatrix {
 template <int Rows, int Tokens>
 inline void dense_block(const DenseMatrix& d, int64_t row, const float* x, int64_t padded, int64_t token, void* y) {
     __m512 total[Rows * Tokens];
-    for (auto& one : total) one = _mm512_setzero_ps();
+    for (auto& acc : total) acc = _mm512_setzero_ps();
     for (int64_t k = 0; k < d.columns; k += 16) {
         const __mmask16 valid = first_lanes(d.columns - k);
         __m512 weights[Rows];
-        for (int r = 0; r < Rows; ++r) weights[r] = load_floats(d.weight, d.weight_type, (row + r) * d.columns + k, valid);
+        for (int r = 0; r < Rows; ++r)
+            weights[r] = load_floats(d.weight, d.weight_type, (row + r) * d.columns + k, valid);
         for (int t = 0; t < Tokens; ++t) {
             const __m512 values = _mm512_load_ps(x + (token + t) * padded + k);
             for (int r = 0; r < Rows; ++r)
@@ -30,9 +31,9 @@ inline void dense_block(const DenseMatrix& d, int64_t row, const float* x, int64
         for (int r = 0; r < Rows; ++r) {
             float sum = _mm512_reduce_add_ps(total[t * Rows + r]);
             if (d.bias) sum += load_float(d.bias, d.bias_type, row + r);
-            const int64_t place = (token + t) * d.rows + row + r;
-            if (d.y_type == FLOAT32) static_cast<float*>(y)[place] = sum;
-            else static_cast<uint16_t*>(y)[place] = float_to_bfloat(sum);
+            const int64_t index = (token + t) * d.rows + row + r;
+            if (d.y_type == FLOAT32) static_cast<float*>(y)[index] = sum;
+            else static_cast<uint16_t*>(y)[index] = float_to_bfloat(sum);
         }
 }
 
@@ -44,9 +45,9 @@ inline void dense_rows(const DenseMatrix& d, int64_t row, const float* x, int64_
 }
 
 inline void dense_product(const DenseMatrix& d, const void* x, int64_t tokens, void* y, int threads) {
-    static thread_local Scratch room;
+    static thread_local Scratch buffer;
     const int64_t padded = round_up(d.columns, 16);
-    float* values = room.take<float>(tokens * padded);
+    float* values = buffer.get<float>(tokens * padded);
     for (int64_t token = 0; token < tokens; ++token)
         for (int64_t k = 0; k < d.columns; k += 16)
             _mm512_store_ps(

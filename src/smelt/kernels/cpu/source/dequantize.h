@@ -22,8 +22,8 @@ inline void row_shifts(const LinearPlan& plan, int64_t first, int64_t size, cons
             zero = _mm512_cvtph_ps(_mm512_castsi512_si256(_mm512_maskz_loadu_epi16(valid, halves)));
         } else {
             const uint8_t* bytes = static_cast<const uint8_t*>(plan.zero) + first + i;
-            const __m128i some = _mm512_castsi512_si128(_mm512_maskz_loadu_epi8(valid, bytes));
-            zero = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(some));
+            const __m128i narrow = _mm512_castsi512_si128(_mm512_maskz_loadu_epi8(valid, bytes));
+            zero = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(narrow));
         }
         _mm512_storeu_ps(shift + i, _mm512_mul_ps(_mm512_loadu_ps(scale + i), _mm512_sub_ps(zero, center)));
     }
@@ -40,8 +40,8 @@ inline void row_scales(const LinearPlan& plan, int64_t row, int64_t count, float
     if (plan.scale_type == FLOAT16)
         for (const uint16_t* halves = static_cast<const uint16_t*>(plan.scale) + first; i < size; i += 16) {
             const __mmask16 valid = __mmask16(size - i >= 16 ? 0xffff : (1u << (size - i)) - 1);
-            const __m256i some = _mm512_castsi512_si256(_mm512_maskz_loadu_epi16(valid, halves + i));
-            _mm512_storeu_ps(scale + i, _mm512_cvtph_ps(some));
+            const __m256i narrow = _mm512_castsi512_si256(_mm512_maskz_loadu_epi16(valid, halves + i));
+            _mm512_storeu_ps(scale + i, _mm512_cvtph_ps(narrow));
         }
 #endif
     for (; i < size; ++i) scale[i] = load_float(plan.scale, plan.scale_type, first + i, plan.scale_table);
@@ -75,14 +75,15 @@ inline void dequantize_row(const LinearPlan& plan, int64_t row, uint8_t* codes, 
     if (plan.bits == 8) codes = const_cast<uint8_t*>(packed);
     else unpack_codes(packed, plan.bits, plan.columns, codes);
     const int64_t first = plan.scale_stride ? row * plan.scale_stride : 0;
-    const uint8_t top = uint8_t((1 << plan.bits) - 1);
+    const uint8_t max_code = uint8_t((1 << plan.bits) - 1);
     for (int64_t g = 0; g < plan.groups; ++g) {
         const int64_t begin = g * plan.group, end = plan.group_end(g);
         float scale = load_float(plan.scale, plan.scale_type, first + g, plan.scale_table);
         if (plan.divisor) scale /= *plan.divisor;
         const float zero = plan.zero ? load_float(plan.zero, plan.zero_type, first + g) : plan.center;
-        const float other = plan.negative ? load_float(plan.negative, plan.scale_type, first + g, plan.scale_table) : 0;
-        switch (plan.values) {
+        const float negative_scale =
+            plan.negative ? load_float(plan.negative, plan.scale_type, first + g, plan.scale_table) : 0;
+        switch (plan.dequant_mode) {
             case UNIFORM:
                 for (int64_t k = begin; k < end; ++k) out[k] = (float(codes[k]) - zero) * scale;
                 break;
@@ -92,13 +93,13 @@ inline void dequantize_row(const LinearPlan& plan, int64_t row, uint8_t* codes, 
             case TWO_SCALES:
                 for (int64_t k = begin; k < end; ++k) {
                     const float value = plan.table[codes[k]];
-                    out[k] = value * (value > 0 ? scale : other);
+                    out[k] = value * (value > 0 ? scale : negative_scale);
                 }
                 break;
             case DENORMAL:  // the last two codes are plus and minus half a step
                 for (int64_t k = begin; k < end; ++k) {
-                    const float plain = float(codes[k]) - zero;
-                    out[k] = (codes[k] == top ? -0.5f : codes[k] == top - 1 ? 0.5f : plain) * scale;
+                    const float steps = float(codes[k]) - zero;
+                    out[k] = (codes[k] == max_code ? -0.5f : codes[k] == max_code - 1 ? 0.5f : steps) * scale;
                 }
                 break;
         }
@@ -109,24 +110,24 @@ struct ThreadRowBuffers {  // per thread
     Scratch codes, values;
 };
 
-inline ThreadRowBuffers& row_buffers_of_thread() {
-    static thread_local ThreadRowBuffers room;
-    return room;
+inline ThreadRowBuffers& thread_row_buffers() {
+    static thread_local ThreadRowBuffers buffers;
+    return buffers;
 }
 
 // Dequantize rows `first` to `last` to out [last - first, columns] in the dtype of x.
 inline void dequantize_rows(const LinearPlan& plan, int64_t first, int64_t last, void* out, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = first; row < last; ++row) {
-        uint8_t* codes = row_buffers_of_thread().codes.take<uint8_t>(plan.columns);
-        float* values = row_buffers_of_thread().values.take<float>(plan.columns);
-        const int64_t place = (row - first) * plan.columns;
+        uint8_t* codes = thread_row_buffers().codes.get<uint8_t>(plan.columns);
+        float* values = thread_row_buffers().values.get<float>(plan.columns);
+        const int64_t offset = (row - first) * plan.columns;
         if (plan.x_type == FLOAT32) {
-            dequantize_row(plan, row, codes, static_cast<float*>(out) + place);
+            dequantize_row(plan, row, codes, static_cast<float*>(out) + offset);
             continue;
         }
         dequantize_row(plan, row, codes, values);
-        uint16_t* target = static_cast<uint16_t*>(out) + place;
+        uint16_t* target = static_cast<uint16_t*>(out) + offset;
         for (int64_t k = 0; k < plan.columns; ++k) target[k] = float_to_bfloat(values[k]);
     }
 }
@@ -135,8 +136,8 @@ inline void dequantize_rows(const LinearPlan& plan, int64_t first, int64_t last,
 inline void reference_product(const LinearPlan& plan, const float* x, int64_t tokens, void* y, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = 0; row < plan.rows; ++row) {
-        uint8_t* codes = row_buffers_of_thread().codes.take<uint8_t>(plan.columns);
-        float* values = row_buffers_of_thread().values.take<float>(plan.columns);
+        uint8_t* codes = thread_row_buffers().codes.get<uint8_t>(plan.columns);
+        float* values = thread_row_buffers().values.get<float>(plan.columns);
         dequantize_row(plan, row, codes, values);
         for (int64_t token = 0; token < tokens; ++token) {
             const float* input = x + token * plan.columns;

@@ -10,20 +10,21 @@ constexpr int MAX_TOKENS = 4, BLOCK = 16;  // tokens at once; rows written at on
 
 struct RowBuffers {        // per thread
     float *scale, *shift;  // [BLOCK, groups]
-    uint8_t* padded_row;        // [row_bytes + 64] per row, for the last rows
+    uint8_t* padded_row;   // [row_bytes + 64] per row, for the last rows
 };
 
 inline RowBuffers row_buffers(const LinearPlan& plan) {
     static thread_local Scratch scale, shift, padded_row;
     const int64_t groups = BLOCK * plan.groups + 16;
-    return {scale.take<float>(groups), shift.take<float>(groups), padded_row.take<uint8_t>(BLOCK * (plan.row_bytes() + 64))};
+    return {
+        scale.get<float>(groups), shift.get<float>(groups), padded_row.get<uint8_t>(BLOCK * (plan.row_bytes() + 64))};
 }
 
 // Pointers to the rows of a block; beyond the end of the matrix, the last row is repeated.
-inline void row_pointers(const LinearPlan& plan, int64_t row, const RowBuffers& room, const uint8_t* codes[BLOCK]) {
+inline void row_pointers(const LinearPlan& plan, int64_t row, const RowBuffers& buffers, const uint8_t* codes[BLOCK]) {
     for (int r = 0; r < BLOCK; ++r) {
-        const int64_t valid = row + r < plan.rows ? row + r : plan.rows - 1;
-        codes[r] = padded_row_codes(plan, valid, room.padded_row + r * (plan.row_bytes() + 64));
+        const int64_t source = row + r < plan.rows ? row + r : plan.rows - 1;
+        codes[r] = padded_row_codes(plan, source, buffers.padded_row + r * (plan.row_bytes() + 64));
     }
 }
 
@@ -37,13 +38,13 @@ template <int Bits>
 inline RowInputs row_inputs(const LinearPlan& plan, const void* x, int64_t tokens) {
     static thread_local Scratch values, totals;
     const int64_t padded = round_up(plan.columns, 16), groups = round_up(plan.groups, 16);
-    RowInputs in{values.take<float>(tokens * padded), totals.take<float>(tokens * groups), padded, groups};
+    RowInputs in{values.get<float>(tokens * padded), totals.get<float>(tokens * groups), padded, groups};
     for (int64_t token = 0; token < tokens; ++token)
         for (int64_t g = 0; g < groups; ++g) {
             __m512 sum = _mm512_setzero_ps();
             for (int64_t k = g * plan.group; g < plan.groups && k < plan.group_end(g); k += 16) {
-                const __m512 block = inputs_at(plan, x, token, k);
-                _mm512_store_ps(in.x + token * padded + k, in_lane_order<Bits>(block));
+                const __m512 block = load_input_columns(plan, x, token, k);
+                _mm512_store_ps(in.x + token * padded + k, to_lane_order<Bits>(block));
                 sum = _mm512_add_ps(sum, block);
             }
             in.sums[token * groups + g] = plan.zero ? _mm512_reduce_add_ps(sum) : 0.0f;
@@ -70,30 +71,30 @@ inline __m512 zero_point_term(const LinearPlan& plan, const float* shift, const 
     return total;
 }
 
-// Store 16 values, or the first `left`, in the dtype of x.
-inline void store_values(const LinearPlan& plan, void* to, int64_t place, int64_t left, __m512 values) {
-    const __mmask16 valid = __mmask16(left >= 16 ? 0xffff : (1u << left) - 1);
-    if (plan.x_type == FLOAT32) return _mm512_mask_storeu_ps(static_cast<float*>(to) + place, valid, values);
+// Store 16 values, or the first `count`, in the dtype of x.
+inline void store_values(const LinearPlan& plan, void* out, int64_t offset, int64_t count, __m512 values) {
+    const __mmask16 valid = __mmask16(count >= 16 ? 0xffff : (1u << count) - 1);
+    if (plan.x_type == FLOAT32) return _mm512_mask_storeu_ps(static_cast<float*>(out) + offset, valid, values);
     const __m512i bits = _mm512_castps_si512(values),
                   odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     __m512i nearest = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));  // ties to even
-    const __mmask16 broken = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
-    nearest = _mm512_mask_or_epi32(nearest, broken, bits, _mm512_set1_epi32(0x400000));
-    _mm512_mask_cvtepi32_storeu_epi16(static_cast<uint16_t*>(to) + place, valid, _mm512_srli_epi32(nearest, 16));
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+    nearest = _mm512_mask_or_epi32(nearest, is_nan, bits, _mm512_set1_epi32(0x400000));
+    _mm512_mask_cvtepi32_storeu_epi16(static_cast<uint16_t*>(out) + offset, valid, _mm512_srli_epi32(nearest, 16));
 }
 
 // Store the results of a block of rows for one token, with the bias.
 inline void store_block(const LinearPlan& plan, void* y, int64_t token, int64_t row, __m512 values) {
-    const int64_t left = plan.rows - row;
-    const __mmask16 valid = __mmask16(left >= BLOCK ? 0xffff : (1u << left) - 1);
+    const int64_t rows_left = plan.rows - row;
+    const __mmask16 valid = __mmask16(rows_left >= BLOCK ? 0xffff : (1u << rows_left) - 1);
     if (plan.bias_type == FLOAT32)
         values = _mm512_add_ps(values, _mm512_maskz_loadu_ps(valid, static_cast<const float*>(plan.bias) + row));
     else if (plan.bias)
-        for (int r = 0; r < BLOCK && r < left; ++r) {
+        for (int r = 0; r < BLOCK && r < rows_left; ++r) {
             const __m512 bias = _mm512_set1_ps(load_float(plan.bias, plan.bias_type, row + r));
             values = _mm512_mask_add_ps(values, __mmask16(1 << r), values, bias);
         }
-    store_values(plan, y, token * plan.rows + row, left, values);
+    store_values(plan, y, token * plan.rows + row, rows_left, values);
 }
 
 // Multiply `Rows` rows with `Tokens` tokens: sums [tokens, BLOCK], one column per row.
@@ -105,10 +106,10 @@ inline void multiply_rows(
     const __m512i shifts = lane_shifts<Bits>();
     const float* x = in.x + token * in.padded;
     __m512 total[Rows * Tokens];
-    for (auto& one : total) one = _mm512_setzero_ps();
+    for (auto& acc : total) acc = _mm512_setzero_ps();
     for (int64_t g = 0; g < plan.groups; ++g) {
         __m512 part[Rows * Tokens];
-        for (auto& one : part) one = _mm512_setzero_ps();
+        for (auto& acc : part) acc = _mm512_setzero_ps();
         const int64_t end = plan.group_end(g);
         for (int r = 0; r < Rows; ++r) prefetch_codes(codes[r], g * plan.group * Bits / 8, end * Bits / 8);
         for (int64_t k = g * plan.group; k < end; k += 16)
@@ -126,24 +127,26 @@ inline void multiply_rows(
     for (int t = 0; t < Tokens; ++t) {
         if (plan.zero)
             for (int r = 0; r < Rows; ++r) {
-                const __m512 offset_sums = zero_point_term(plan, shift + r * plan.groups, in.sums + (token + t) * in.padded_groups);
+                const __m512 offset_sums =
+                    zero_point_term(plan, shift + r * plan.groups, in.sums + (token + t) * in.padded_groups);
                 total[t * Rows + r] = _mm512_sub_ps(total[t * Rows + r], offset_sums);
             }
-        const __m512* mine = total + t * Rows;
-        if constexpr (Rows == 4) _mm_store_ps(sums + t * BLOCK, sum_lanes(mine[0], mine[1], mine[2], mine[3]));
-        else _mm_storel_pi((__m64*)(sums + t * BLOCK), sum_lanes(mine[0], mine[1], mine[0], mine[1]));
+        const __m512* row_sums = total + t * Rows;
+        if constexpr (Rows == 4)
+            _mm_store_ps(sums + t * BLOCK, sum_lanes(row_sums[0], row_sums[1], row_sums[2], row_sums[3]));
+        else _mm_storel_pi((__m64*)(sums + t * BLOCK), sum_lanes(row_sums[0], row_sums[1], row_sums[0], row_sums[1]));
     }
 }
 
 template <int Bits, int Tokens>
 inline void multiply_block(
     const LinearPlan& plan, int64_t row, const uint8_t* const* codes, const RowInputs& in, int64_t token, void* y,
-    const RowBuffers& room) {
+    const RowBuffers& buffers) {
     constexpr int Rows = Tokens <= 2 ? 4 : 2;  // limited by the number of registers
     alignas(64) float sums[Tokens * BLOCK];
     for (int r = 0; r < BLOCK; r += Rows)
         multiply_rows<Bits, Rows, Tokens>(
-            plan, codes + r, room.scale + r * plan.groups, room.shift + r * plan.groups, in, token, sums + r);
+            plan, codes + r, buffers.scale + r * plan.groups, buffers.shift + r * plan.groups, in, token, sums + r);
     for (int t = 0; t < Tokens; ++t) store_block(plan, y, token + t, row, _mm512_load_ps(sums + t * BLOCK));
 }
 
@@ -152,37 +155,37 @@ inline void row_product(const LinearPlan& plan, const void* x, int64_t tokens, v
     const RowInputs in = row_inputs<Bits>(plan, x, tokens);
 #pragma omp parallel num_threads(threads)
     {
-        const RowBuffers room = row_buffers(plan);
+        const RowBuffers buffers = row_buffers(plan);
 #pragma omp for schedule(dynamic, dynamic_chunk(plan.rows, BLOCK))
         for (int64_t row = 0; row < plan.rows; row += BLOCK) {
             const uint8_t* codes[BLOCK];
-            row_pointers(plan, row, room, codes);
-            row_scales(plan, row, plan.rows - row < BLOCK ? plan.rows - row : BLOCK, room.scale, room.shift);
+            row_pointers(plan, row, buffers, codes);
+            row_scales(plan, row, plan.rows - row < BLOCK ? plan.rows - row : BLOCK, buffers.scale, buffers.shift);
             for (int64_t token = 0; token < tokens; token += MAX_TOKENS) switch (tokens - token) {
-                    case 1: multiply_block<Bits, 1>(plan, row, codes, in, token, y, room); break;
-                    case 2: multiply_block<Bits, 2>(plan, row, codes, in, token, y, room); break;
-                    case 3: multiply_block<Bits, 3>(plan, row, codes, in, token, y, room); break;
-                    default: multiply_block<Bits, 4>(plan, row, codes, in, token, y, room);
+                    case 1: multiply_block<Bits, 1>(plan, row, codes, in, token, y, buffers); break;
+                    case 2: multiply_block<Bits, 2>(plan, row, codes, in, token, y, buffers); break;
+                    case 3: multiply_block<Bits, 3>(plan, row, codes, in, token, y, buffers); break;
+                    default: multiply_block<Bits, 4>(plan, row, codes, in, token, y, buffers);
                 }
         }
     }
 }
 
-// `decode_rows`, 16 codes at a time.
+// `dequantize_rows`, 16 codes at a time.
 template <int Bits>
 inline void dequantize_lanes(const LinearPlan& plan, int64_t first, int64_t last, void* out, int threads) {
     const __m512 table = Bits == 8 ? _mm512_setzero_ps() : lane_table(plan);
     const __m512i shifts = lane_shifts<Bits>();
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = first; row < last; ++row) {
-        const RowBuffers room = row_buffers(plan);
-        const uint8_t* codes = padded_row_codes(plan, row, room.padded_row);
-        row_scales(plan, row, 1, room.scale, room.shift);
+        const RowBuffers buffers = row_buffers(plan);
+        const uint8_t* codes = padded_row_codes(plan, row, buffers.padded_row);
+        row_scales(plan, row, 1, buffers.scale, buffers.shift);
         for (int64_t g = 0; g < plan.groups; ++g) {
-            const __m512 scale = _mm512_set1_ps(room.scale[g]),
-                         shift = _mm512_set1_ps(plan.zero ? room.shift[g] : 0.0f);
+            const __m512 scale = _mm512_set1_ps(buffers.scale[g]),
+                         shift = _mm512_set1_ps(plan.zero ? buffers.shift[g] : 0.0f);
             for (int64_t k = g * plan.group; k < plan.group_end(g); k += 16) {
-                const __m512 values = in_column_order<Bits>(lane_values<Bits>(codes + k / 8 * Bits, table, shifts));
+                const __m512 values = to_column_order<Bits>(lane_values<Bits>(codes + k / 8 * Bits, table, shifts));
                 store_values(
                     plan, out, (row - first) * plan.columns + k, plan.columns - k,
                     _mm512_fmsub_ps(values, scale, shift));

@@ -10,10 +10,10 @@ struct Matrix {  // any float32 view; strides in values
     int64_t row_stride, column_stride;
 };
 
-struct GptqBlock {                // same layout as in gptq_rounding.py; owns nothing
+struct GptqBlock {               // same layout as in gptq_rounding.py; owns nothing
     Matrix weight, scale, zero;  // [rows, columns]; zero.data null: `default_zero` everywhere
-    const float* hinv;         // [columns, columns], upper
-    int64_t hinv_stride;       // between rows
+    const float* hinv;           // [columns, columns], upper
+    int64_t hinv_stride;         // between rows
     uint8_t* codes;              // [rows, columns]
     float* errors;               // [rows, columns], divided by the diagonal
     int64_t rows, columns;
@@ -35,22 +35,22 @@ TileBuffers& tile_buffers() {
 }
 
 // Load the columns of up to 16 rows; lanes beyond the last row repeat it.
-void read_tile(const Matrix& from, int64_t row, int64_t rows, int64_t columns, float* tile) {
-    if (rows == LANES && from.row_stride == 1) {
+void read_tile(const Matrix& matrix, int64_t row, int64_t rows, int64_t columns, float* tile) {
+    if (rows == LANES && matrix.row_stride == 1) {
         for (int64_t k = 0; k < columns; ++k)
-            std::memcpy(tile + k * LANES, from.data + row + k * from.column_stride, LANES * sizeof(float));
+            std::memcpy(tile + k * LANES, matrix.data + row + k * matrix.column_stride, LANES * sizeof(float));
         return;
     }
     for (int lane = 0; lane < LANES; ++lane) {
-        const float* hinv_row = from.data + (row + (lane < rows ? lane : rows - 1)) * from.row_stride;
-        for (int64_t k = 0; k < columns; ++k) tile[k * LANES + lane] = hinv_row[k * from.column_stride];
+        const float* hinv_row = matrix.data + (row + (lane < rows ? lane : rows - 1)) * matrix.row_stride;
+        for (int64_t k = 0; k < columns; ++k) tile[k * LANES + lane] = hinv_row[k * matrix.column_stride];
     }
 }
 
 template <class T>
-void write_tile(const float* tile, int64_t row, int64_t rows, int64_t columns, T* to) {
+void write_tile(const float* tile, int64_t row, int64_t rows, int64_t columns, T* out) {
     for (int64_t lane = 0; lane < rows; ++lane)
-        for (int64_t k = 0; k < columns; ++k) to[(row + lane) * columns + k] = T(tile[k * LANES + lane]);
+        for (int64_t k = 0; k < columns; ++k) out[(row + lane) * columns + k] = T(tile[k * LANES + lane]);
 }
 
 // Quantize one column and replace its values by errors divided by the diagonal. NaN gets code 0.
@@ -67,7 +67,8 @@ void round_column(float* values, const float* scale, const float* zero, float qm
 }
 
 // Subtract the error times the factor from the columns that follow.
-void propagate_error(const float* __restrict error, const float* __restrict hinv_row, int64_t columns, float* __restrict values) {
+void propagate_error(
+    const float* __restrict error, const float* __restrict hinv_row, int64_t columns, float* __restrict values) {
     for (int64_t k = 0; k < columns; ++k) {
 #pragma omp simd
         for (int lane = 0; lane < LANES; ++lane) values[k * LANES + lane] -= error[lane] * hinv_row[k];
@@ -78,16 +79,17 @@ template <bool FractionalZero>
 void round_tile(const GptqBlock& task, float* values, const float* scale, const float* zero, float* codes) {
     for (int64_t column = 0; column < task.columns; ++column) {
         const float* hinv_row = task.hinv + column * task.hinv_stride + column;  // from the diagonal on
-        const int64_t place = column * LANES;
-        round_column<FractionalZero>(values + place, scale + place, zero + place, task.qmax, *hinv_row, codes + place);
-        propagate_error(values + place, hinv_row + 1, task.columns - column - 1, values + place + LANES);
+        const int64_t offset = column * LANES;
+        round_column<FractionalZero>(
+            values + offset, scale + offset, zero + offset, task.qmax, *hinv_row, codes + offset);
+        propagate_error(values + offset, hinv_row + 1, task.columns - column - 1, values + offset + LANES);
     }
 }
 
 void round_rows(const GptqBlock& task, int64_t first, int64_t last) {
     const int64_t size = task.columns * LANES;
-    float *values = tile_buffers().values.take<float>(size), *scale = tile_buffers().scale.take<float>(size),
-          *zero = tile_buffers().zero.take<float>(size), *codes = tile_buffers().codes.take<float>(size);
+    float *values = tile_buffers().values.get<float>(size), *scale = tile_buffers().scale.get<float>(size),
+          *zero = tile_buffers().zero.get<float>(size), *codes = tile_buffers().codes.get<float>(size);
     if (!task.zero.data)
         for (int64_t i = 0; i < size; ++i) zero[i] = task.default_zero;
     for (int64_t row = first; row < last; row += LANES) {
@@ -107,7 +109,7 @@ void round_rows(const GptqBlock& task, int64_t first, int64_t last) {
 extern "C" void smelt_gptq_block(const GptqBlock* task, int threads) {
 #pragma omp parallel num_threads(threads)
     {
-        const Share share = static_share(task->rows, LANES);
-        round_rows(*task, share.first, share.last);
+        const RowRange range = static_row_range(task->rows, LANES);
+        round_rows(*task, range.first, range.last);
     }
 }

@@ -14,8 +14,8 @@ inline __m512 lane_table(const LinearPlan& plan) {
     alignas(64) float values[16];
     for (int index = 0; index < 16; ++index) {
         const int code = plan.bits < 4 ? index & ((1 << plan.bits) - 1) : index;
-        values[index] = plan.values == TABLE ? plan.table[code] : float(code) - plan.center;
-        if (plan.values == DENORMAL && code >= (1 << plan.bits) - 2) values[index] = code % 2 ? -0.5f : 0.5f;
+        values[index] = plan.dequant_mode == TABLE ? plan.table[code] : float(code) - plan.center;
+        if (plan.dequant_mode == DENORMAL && code >= (1 << plan.bits) - 2) values[index] = code % 2 ? -0.5f : 0.5f;
     }
     return _mm512_load_ps(values);
 }
@@ -54,7 +54,7 @@ inline __m512 lane_values(const uint8_t* codes, __m512 table, __m512i shifts) {
 
 // Whether columns can be padded to a multiple of `step`: inputs there are zero, so that no code may be NaN.
 inline bool can_pad(const LinearPlan& plan, int64_t step) {
-    if (plan.columns % step == 0 || plan.values != TABLE) return true;
+    if (plan.columns % step == 0 || plan.dequant_mode != TABLE) return true;
     for (int code = 0; code < 1 << plan.bits; ++code)
         if (std::isnan(plan.table[code])) return false;
     return true;
@@ -62,9 +62,10 @@ inline bool can_pad(const LinearPlan& plan, int64_t step) {
 
 // Supported formats: up to 4 bits by a table, 8 bits as integers minus 128.
 inline bool has_lanes(const LinearPlan& plan) {
-    const bool tabled = plan.values == UNIFORM || plan.values == TABLE || (plan.values == DENORMAL && !plan.zero);
+    const bool tabled =
+        plan.dequant_mode == UNIFORM || plan.dequant_mode == TABLE || (plan.dequant_mode == DENORMAL && !plan.zero);
     const bool narrow = plan.bits >= 2 && plan.bits <= 4 && tabled;
-    const bool wide = plan.bits == 8 && plan.values == UNIFORM;
+    const bool wide = plan.bits == 8 && plan.dequant_mode == UNIFORM;
     return (narrow || wide) && plan.groups_align(16) && can_pad(plan, 16);
 }
 
@@ -82,8 +83,8 @@ inline const uint8_t* padded_row_codes(const LinearPlan& plan, int64_t row, uint
 constexpr int64_t PREFETCH_BYTES = 8192;
 
 inline void prefetch_codes(const uint8_t* codes, int64_t begin, int64_t end) {
-    for (int64_t place = begin; place < end; place += 64)
-        _mm_prefetch((const char*)(codes + place + PREFETCH_BYTES), _MM_HINT_T0);
+    for (int64_t offset = begin; offset < end; offset += 64)
+        _mm_prefetch((const char*)(codes + offset + PREFETCH_BYTES), _MM_HINT_T0);
 }
 
 inline __m512 load_inputs(const LinearPlan& plan, const void* x, int64_t index) {
@@ -93,7 +94,7 @@ inline __m512 load_inputs(const LinearPlan& plan, const void* x, int64_t index) 
 }
 
 // Load columns k to k + 16 of a token in float32, 0 beyond the last.
-inline __m512 inputs_at(const LinearPlan& plan, const void* x, int64_t token, int64_t k) {
+inline __m512 load_input_columns(const LinearPlan& plan, const void* x, int64_t token, int64_t k) {
     if (k + 16 <= plan.columns) return load_inputs(plan, x, token * plan.columns + k);
     alignas(64) float values[16] = {};
     for (int lane = 0; k + lane < plan.columns; ++lane)
@@ -102,13 +103,13 @@ inline __m512 inputs_at(const LinearPlan& plan, const void* x, int64_t token, in
 }
 
 template <int Bits>
-inline __m512 in_lane_order(__m512 inputs) {
+inline __m512 to_lane_order(__m512 inputs) {
     if constexpr (Bits != 4) return inputs;
     return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15), inputs);
 }
 
 template <int Bits>
-inline __m512 in_column_order(__m512 lanes) {  // the inverse
+inline __m512 to_column_order(__m512 lanes) {  // the inverse
     if constexpr (Bits != 4) return lanes;
     return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15), lanes);
 }

@@ -17,7 +17,7 @@ void gemv_tokens(const LinearPlan& plan, const void* x, int64_t tokens, void* y,
 
 #ifdef SMELT_INT8
 void int8_gemv_tokens(const LinearPlan& plan, const void* x, int64_t tokens, void* y, int threads) {
-    switch (kind_of(plan)) {
+    switch (code_layout_of(plan)) {
         case BYTES: return int8_product<BYTES>(plan, x, tokens, y, threads);
         case NIBBLES: return int8_product<NIBBLES>(plan, x, tokens, y, threads);
         case DOUBLED: return int8_product<DOUBLED>(plan, x, tokens, y, threads);
@@ -26,7 +26,7 @@ void int8_gemv_tokens(const LinearPlan& plan, const void* x, int64_t tokens, voi
 #endif
 
 #ifdef SMELT_TILES
-constexpr int64_t SCALED_FROM = 24;  // tokens from which scaling weights is cheaper than scaling products
+constexpr int64_t MIN_SCALED_TOKENS = 24;  // from here on, scaling weights is cheaper than scaling products
 
 template <bool Scaled>
 void amx_tokens(const LinearPlan& plan, const void* x, int64_t tokens, void* y, int threads) {
@@ -40,7 +40,7 @@ void amx_tokens(const LinearPlan& plan, const void* x, int64_t tokens, void* y, 
 
 template <bool Half>
 void int8_amx_tokens(const LinearPlan& plan, const void* x, int64_t tokens, void* y, int threads) {
-    switch (kind_of(plan)) {
+    switch (code_layout_of(plan)) {
         case BYTES: return int8_tiles<BYTES, Half>(plan, x, tokens, y, threads);
         case NIBBLES: return int8_tiles<NIBBLES, Half>(plan, x, tokens, y, threads);
         case DOUBLED: return int8_tiles<DOUBLED, Half>(plan, x, tokens, y, threads);
@@ -48,11 +48,11 @@ void int8_amx_tokens(const LinearPlan& plan, const void* x, int64_t tokens, void
 }
 #endif
 
-void plain(const LinearPlan& plan, const void* x, int64_t tokens, void* y, int threads) {
-    static thread_local Scratch room;
+void reference_tokens(const LinearPlan& plan, const void* x, int64_t tokens, void* y, int threads) {
+    static thread_local Scratch buffer;
     const float* inputs = static_cast<const float*>(x);
     if (plan.x_type != FLOAT32) {
-        float* values = room.take<float>(tokens * plan.columns);
+        float* values = buffer.get<float>(tokens * plan.columns);
         for (int64_t k = 0; k < tokens * plan.columns; ++k) values[k] = load_float(x, plan.x_type, k);
         inputs = values;
     }
@@ -87,25 +87,27 @@ int smelt_has_gemm(const LinearPlan* plan) {
 #endif
 }
 
-// `few`: largest number of tokens for GEMV.
-void smelt_linear(const LinearPlan* plan, const void* x, void* y, int64_t tokens, int64_t few, int threads) {
-    const bool rounded = plan->inputs != FLOAT_INPUTS;
+// `max_gemv_tokens`: largest number of tokens for GEMV.
+void smelt_linear(
+    const LinearPlan* plan, const void* x, void* y, int64_t tokens, int64_t max_gemv_tokens, int threads) {
+    const bool quantized_inputs = plan->inputs != FLOAT_INPUTS;
 #ifdef SMELT_TILES
-    if (tokens > few && smelt_has_gemm(plan)) {
-        const bool scaled = !rounded && has_scaled_tiles(*plan) && (tokens >= SCALED_FROM || !has_float_tiles(*plan));
+    if (tokens > max_gemv_tokens && smelt_has_gemm(plan)) {
+        const bool scaled =
+            !quantized_inputs && has_scaled_tiles(*plan) && (tokens >= MIN_SCALED_TOKENS || !has_float_tiles(*plan));
         if (scaled) return amx_tokens<true>(*plan, x, tokens, y, threads);
-        if (!rounded) return amx_tokens<false>(*plan, x, tokens, y, threads);
+        if (!quantized_inputs) return amx_tokens<false>(*plan, x, tokens, y, threads);
         if (plan->groups > 1 && plan->group % CHUNK) return int8_amx_tokens<true>(*plan, x, tokens, y, threads);
         return int8_amx_tokens<false>(*plan, x, tokens, y, threads);
     }
 #endif
 #ifdef SMELT_INT8
-    if (rounded) return int8_gemv_tokens(*plan, x, tokens, y, threads);
+    if (quantized_inputs) return int8_gemv_tokens(*plan, x, tokens, y, threads);
 #endif
 #ifdef SMELT_LANES
     if (has_lanes(*plan)) return gemv_tokens(*plan, x, tokens, y, threads);
 #endif
-    plain(*plan, x, tokens, y, threads);
+    reference_tokens(*plan, x, tokens, y, threads);
 }
 
 void smelt_dequantize(const LinearPlan* plan, int64_t first, int64_t last, void* out, int threads) {

@@ -9,7 +9,7 @@
 #include <new>
 #include <omp.h>
 
-enum Values : int32_t { UNIFORM, TABLE, TWO_SCALES, DENORMAL };  // how codes are dequantized
+enum DequantMode : int32_t { UNIFORM, TABLE, TWO_SCALES, DENORMAL };  // how codes are dequantized
 enum DType : int32_t { NONE, FLOAT32, FLOAT16, BFLOAT16, BYTE };
 enum Inputs : int32_t { FLOAT_INPUTS, PER_TOKEN_SCALE, FIXED_SCALE };
 
@@ -18,12 +18,12 @@ struct LinearPlan {
     int64_t group, groups;  // values per group; groups per row
     int64_t scale_stride;   // scales per row; 0 if all rows share one
     int32_t bits;
-    Values values;
+    DequantMode dequant_mode;
     DType scale_type, zero_type, bias_type, x_type;
     Inputs inputs;
-    float center;  // zero point if none is stored; otherwise subtracted from codes first
-    float span, lowest, highest;  // of input codes: scale = amax / span
-    float clip;
+    float center;                 // zero point if none is stored; otherwise subtracted from codes first
+    float amax_code, qmin, qmax;  // of input codes: scale = amax / amax_code
+    float clip_ratio;
     const uint8_t* codes;                 // [rows, row_bytes]
     const void *scale, *zero, *negative;  // [rows, groups]
     const float* divisor;                 // scalar that divides all scales
@@ -47,7 +47,7 @@ class Scratch {
   public:
     ~Scratch() { std::free(data_); }
     template <class T>
-    T* take(int64_t count) {
+    T* get(int64_t count) {
         const size_t bytes = round_up(count * int64_t(sizeof(T)) + 64, 64);
         if (bytes > size_) {
             std::free(data_);
@@ -63,12 +63,12 @@ class Scratch {
     size_t size_ = 0;
 };
 
-// Rows of this thread, a multiple of the block size, inside a parallel region.
-struct Share {
+// Rows that this thread computes, in whole blocks, inside a parallel region.
+struct RowRange {
     int64_t first, last;
 };
 
-inline Share static_share(int64_t rows, int64_t block) {
+inline RowRange static_row_range(int64_t rows, int64_t block) {
     const int64_t blocks = (rows + block - 1) / block, thread = omp_get_thread_num(), threads = omp_get_num_threads();
     const int64_t last = blocks * (thread + 1) / threads * block;
     return {blocks * thread / threads * block, last < rows ? last : rows};
@@ -77,17 +77,17 @@ inline Share static_share(int64_t rows, int64_t block) {
 // Chunk size of dynamic scheduling, in blocks of rows, inside a parallel region: about an eighth of a thread's share,
 // so that a delayed thread gets fewer.
 inline int dynamic_chunk(int64_t rows, int64_t block) {
-    const int64_t blocks = (rows + block - 1) / block, some = blocks / (8 * omp_get_num_threads());
-    return int(some < 1 ? 1 : some);
+    const int64_t blocks = (rows + block - 1) / block, chunk = blocks / (8 * omp_get_num_threads());
+    return int(chunk < 1 ? 1 : chunk);
 }
 
 inline float half_to_float(uint16_t h) {
-    const uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff;
+    const uint32_t sign = uint32_t(h & 0x8000) << 16, magnitude = h & 0x7fff;
     uint32_t bits;
-    if (rest >= 0x7c00) bits = sign | 0x7f800000 | ((rest & 0x3ff) << 13);
-    else if (rest >= 0x400) bits = sign | ((rest + 0x1c000) << 13);
+    if (magnitude >= 0x7c00) bits = sign | 0x7f800000 | ((magnitude & 0x3ff) << 13);
+    else if (magnitude >= 0x400) bits = sign | ((magnitude + 0x1c000) << 13);
     else {
-        const float small = float(rest) * 0x1p-24f;
+        const float small = float(magnitude) * 0x1p-24f;
         return sign ? -small : small;
     }
     float value;
@@ -109,13 +109,13 @@ inline uint16_t float_to_bfloat(float value) {  // round to nearest, ties to eve
     return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-inline float load_float(const void* numbers, DType type, int64_t index, const float* table = nullptr) {
+inline float load_float(const void* data, DType type, int64_t index, const float* table = nullptr) {
     switch (type) {
-        case FLOAT32: return static_cast<const float*>(numbers)[index];
-        case FLOAT16: return half_to_float(static_cast<const uint16_t*>(numbers)[index]);
-        case BFLOAT16: return bfloat_to_float(static_cast<const uint16_t*>(numbers)[index]);
+        case FLOAT32: return static_cast<const float*>(data)[index];
+        case FLOAT16: return half_to_float(static_cast<const uint16_t*>(data)[index]);
+        case BFLOAT16: return bfloat_to_float(static_cast<const uint16_t*>(data)[index]);
         case BYTE: {
-            const uint8_t byte = static_cast<const uint8_t*>(numbers)[index];
+            const uint8_t byte = static_cast<const uint8_t*>(data)[index];
             return table ? table[byte] : float(byte);
         }
         default: return 0.0f;

@@ -4,18 +4,31 @@
 #include "attention.h"
 #include "dense_amx.h"
 
-extern "C" void smelt_linear(const LinearPlan* plan, const void* x, void* y, int64_t tokens, int64_t few, int threads);
+extern "C" void smelt_linear(
+    const LinearPlan* plan, const void* x, void* y, int64_t tokens, int64_t max_gemv_tokens, int threads);
 
 #ifdef SMELT_LANES
 namespace {
 
-enum Kind : int32_t { EMBED, ADD_NORM, PACKED, DENSE, HEAD_NORM, ROTATE, HADAMARD, WRITE, ATTEND, GATE, PICK };
+enum OpType : int32_t {
+    EMBED,
+    ADD_RMS_NORM,
+    PACKED_LINEAR,
+    DENSE_LINEAR,
+    QK_NORM,
+    ROPE,
+    HADAMARD,
+    STORE_KV,
+    ATTENTION,
+    SILU_AND_MUL,
+    GATHER_ROWS,
+};
 
-// The meaning of fields depends on the kind; same layout as in `program.py`.
+// The meaning of fields depends on the op type; same layout as in `program.py`.
 struct Operation {
-    Kind kind;
-    DType type;                        // dtype of inputs or outputs in 16 or 32 bits
-    const void *detail, *x, *other;     // plan, matrix or attention; inputs
+    OpType op_type;
+    DType dtype;                     // of inputs or outputs, in 16 or 32 bits
+    const void *params, *x, *other;  // plan, matrix or attention; inputs
     const void* weight;
     void* y;
     int64_t width, x_stride, count;  // values per token; stride between tokens; heads, rows of a table, tokens
@@ -35,18 +48,18 @@ int threads_for(const Step& step, int64_t work) {
 }
 
 // y = x / sqrt(mean(x^2) + epsilon) * weight
-void norm_row(const Operation& op, const float* x, void* y, int64_t place) {
+void norm_row(const Operation& op, const float* x, void* y, int64_t offset) {
     __m512 squares = _mm512_setzero_ps();
     for (int64_t k = 0; k < op.width; k += 16) {
         const __m512 values = _mm512_maskz_loadu_ps(first_lanes(op.width - k), x + k);
         squares = _mm512_fmadd_ps(values, values, squares);
     }
-    const __m512 over = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / op.width + op.epsilon));
+    const __m512 inv_rms = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / op.width + op.epsilon));
     for (int64_t k = 0; k < op.width; k += 16) {
         const __mmask16 valid = first_lanes(op.width - k);
-        const __m512 values = _mm512_mul_ps(_mm512_maskz_loadu_ps(valid, x + k), over);
+        const __m512 values = _mm512_mul_ps(_mm512_maskz_loadu_ps(valid, x + k), inv_rms);
         const __m512 weight = load_floats(op.weight, op.weight_type, k, valid);
-        store_floats(y, op.type, place + k, _mm512_mul_ps(values, weight), valid);
+        store_floats(y, op.dtype, offset + k, _mm512_mul_ps(values, weight), valid);
     }
 }
 
@@ -61,7 +74,7 @@ void embed(const Operation& op, const Step& step) {
 }
 
 // Add the output of a layer to the hidden states, then y = norm(hidden).
-void norm(const Operation& op, const Step& step, int64_t tokens) {
+void add_rms_norm(const Operation& op, const Step& step, int64_t tokens) {
     float* hidden = const_cast<float*>(static_cast<const float*>(op.x));
 #pragma omp parallel for num_threads(threads_for(step, tokens * op.width)) schedule(static)
     for (int64_t token = 0; token < tokens; ++token) {
@@ -69,123 +82,124 @@ void norm(const Operation& op, const Step& step, int64_t tokens) {
         if (op.other)
             for (int64_t k = 0; k < op.width; k += 16) {
                 const __mmask16 valid = first_lanes(op.width - k);
-                const __m512 more = load_floats(op.other, op.type, token * op.width + k, valid);
-                _mm512_mask_storeu_ps(row + k, valid, _mm512_add_ps(_mm512_maskz_loadu_ps(valid, row + k), more));
+                const __m512 residual = load_floats(op.other, op.dtype, token * op.width + k, valid);
+                _mm512_mask_storeu_ps(row + k, valid, _mm512_add_ps(_mm512_maskz_loadu_ps(valid, row + k), residual));
             }
         if (op.y) norm_row(op, row, op.y, token * op.width);
     }
 }
 
 // Normalize each head of queries or keys in place.
-void head_norm(const Operation& op, const Step& step) {
+void qk_norm(const Operation& op, const Step& step) {
 #pragma omp parallel for num_threads(threads_for(step, step.tokens * op.count * op.width)) schedule(static)
     for (int64_t item = 0; item < step.tokens * op.count; ++item) {
         alignas(64) float values[MAX_HEAD_DIM];
-        const int64_t place = item / op.count * op.x_stride + item % op.count * op.width;
+        const int64_t offset = item / op.count * op.x_stride + item % op.count * op.width;
         for (int64_t k = 0; k < op.width; k += 16)
-            _mm512_storeu_ps(values + k, load_floats(op.x, op.type, place + k, first_lanes(op.width - k)));
-        norm_row(op, values, op.y, place);
+            _mm512_storeu_ps(values + k, load_floats(op.x, op.dtype, offset + k, first_lanes(op.width - k)));
+        norm_row(op, values, op.y, offset);
     }
 }
 
 // Apply RoPE in place. `weight` holds cos, then sin of all positions, [positions, width] each; `other` points to sin.
-void rotate(const Operation& op, const Step& step) {
+void apply_rope(const Operation& op, const Step& step) {
     const float *cosines = static_cast<const float*>(op.weight), *sines = static_cast<const float*>(op.other);
     const int64_t half = op.width / 2;
 #pragma omp parallel for num_threads(threads_for(step, step.tokens * op.count * op.width)) schedule(static)
     for (int64_t item = 0; item < step.tokens * op.count; ++item) {
-        const int64_t token = item / op.count, place = token * op.x_stride + item % op.count * op.width;
-        const float *cosine = cosines + step.positions[token] * op.width, *sine = sines + step.positions[token] * op.width;
+        const int64_t token = item / op.count, offset = token * op.x_stride + item % op.count * op.width;
+        const float *cosine = cosines + step.positions[token] * op.width,
+                    *sine = sines + step.positions[token] * op.width;
         for (int64_t k = 0; k < half; k += 16) {
             const __mmask16 valid = first_lanes(half - k);
-            const __m512 low = load_floats(op.x, op.type, place + k, valid),
-                         high = load_floats(op.x, op.type, place + half + k, valid);
+            const __m512 low = load_floats(op.x, op.dtype, offset + k, valid),
+                         high = load_floats(op.x, op.dtype, offset + half + k, valid);
             const __m512 new_low = _mm512_sub_ps(
                 _mm512_mul_ps(low, _mm512_maskz_loadu_ps(valid, cosine + k)),
                 _mm512_mul_ps(high, _mm512_maskz_loadu_ps(valid, sine + k)));
             const __m512 new_high = _mm512_add_ps(
                 _mm512_mul_ps(high, _mm512_maskz_loadu_ps(valid, cosine + half + k)),
                 _mm512_mul_ps(low, _mm512_maskz_loadu_ps(valid, sine + half + k)));
-            store_floats(op.y, op.type, place + k, new_low, valid);
-            store_floats(op.y, op.type, place + half + k, new_high, valid);
+            store_floats(op.y, op.dtype, offset + k, new_low, valid);
+            store_floats(op.y, op.dtype, offset + half + k, new_high, valid);
         }
     }
 }
 
 // Store one head of a token in its row.
-void write_row(const Operation& op, const Attention& a, int64_t token, int64_t head, int64_t row) {
+void store_kv_row(const Operation& op, const Attention& a, int64_t token, int64_t head, int64_t row) {
     alignas(64) float values[MAX_HEAD_DIM];
     for (int64_t k = 0; k < a.head_dim; k += 16) {
         const __mmask16 valid = first_lanes(a.head_dim - k);
-        const __m512 part = load_floats(op.x, op.type, token * op.x_stride + head * a.head_dim + k, valid);
-        if (a.page_type < INT8_ROWS) store_floats(op.y, op.weight_type, row * a.head_dim + k, part, valid);
-        _mm512_store_ps(values + k, part);
+        const __m512 lanes = load_floats(op.x, op.dtype, token * op.x_stride + head * a.head_dim + k, valid);
+        if (a.page_type < INT8_ROWS) store_floats(op.y, op.weight_type, row * a.head_dim + k, lanes, valid);
+        _mm512_store_ps(values + k, lanes);
     }
     if (a.page_type >= INT8_ROWS) quantize_row(a.page_type, values, a.rows(), op.y, row);
 }
 
 // Append new keys or values to the per-cluster pages of each head.
-void write_heads(const Operation& op, const Attention& a, const Step& step) {
+void store_kv_clustered(const Operation& op, const Attention& a, const Step& step) {
     const AttentionMetadata& p = step.metadata;
     for (int64_t request = 0; request < p.requests; ++request)
         for (int64_t head = 0; head < a.kv_heads; ++head) {
-            const HeadPages own = head_pages(a, p, request, head);
+            const HeadPages pages = head_pages(a, p, request, head);
             for (int64_t token = p.cu_seqlens_q[request]; token < p.cu_seqlens_q[request + 1]; ++token) {
                 int64_t row;
-                const int64_t at = step.positions[token] + own.seq_len_offset;
-                key_row_indices(own, a.block_size, at, at + 1, &row);
-                write_row(op, a, token, head, row);
+                const int64_t position = step.positions[token] + pages.seq_len_offset;
+                key_row_indices(pages, a.block_size, position, position + 1, &row);
+                store_kv_row(op, a, token, head, row);
             }
         }
 }
 
 // Store new keys or values in their slots of the pages.
-void write(const Operation& op, const Step& step) {
-    const Attention& a = *static_cast<const Attention*>(op.detail);
-    if (a.heads_per_page) return write_heads(op, a, step);
+void store_kv(const Operation& op, const Step& step) {
+    const Attention& a = *static_cast<const Attention*>(op.params);
+    if (a.heads_per_page) return store_kv_clustered(op, a, step);
     for (int64_t token = 0; token < step.tokens; ++token)
         for (int64_t head = 0; step.slot_mapping[token] >= 0 && head < a.kv_heads; ++head)
-            write_row(op, a, token, head, step.slot_mapping[token] * a.kv_heads + head);
+            store_kv_row(op, a, token, head, step.slot_mapping[token] * a.kv_heads + head);
 }
 
 // Rotate heads of queries or keys by an orthonormal Hadamard matrix in place; `width` is a power of two.
 void hadamard(const Operation& op, const Step& step) {
-    const float over = 1.0f / std::sqrt(float(op.width));
+    const float norm = 1.0f / std::sqrt(float(op.width));
 #pragma omp parallel for num_threads(threads_for(step, 8 * step.tokens * op.count * op.width)) schedule(static)
     for (int64_t item = 0; item < step.tokens * op.count; ++item) {
         alignas(64) float x[MAX_HEAD_DIM];
-        const int64_t place = item / op.count * op.x_stride + item % op.count * op.width;
+        const int64_t offset = item / op.count * op.x_stride + item % op.count * op.width;
         for (int64_t k = 0; k < op.width; k += 16)
-            _mm512_store_ps(x + k, load_floats(op.x, op.type, place + k, first_lanes(op.width - k)));
-        for (int64_t apart = 1; apart < op.width; apart *= 2)
-            for (int64_t first = 0; first < op.width; first += 2 * apart)
-                for (int64_t k = first; k < first + apart; ++k) {
-                    const float sum = x[k] + x[k + apart], difference = x[k] - x[k + apart];
-                    x[k] = sum, x[k + apart] = difference;
+            _mm512_store_ps(x + k, load_floats(op.x, op.dtype, offset + k, first_lanes(op.width - k)));
+        for (int64_t distance = 1; distance < op.width; distance *= 2)
+            for (int64_t first = 0; first < op.width; first += 2 * distance)
+                for (int64_t k = first; k < first + distance; ++k) {
+                    const float sum = x[k] + x[k + distance], difference = x[k] - x[k + distance];
+                    x[k] = sum, x[k + distance] = difference;
                 }
         for (int64_t k = 0; k < op.width; k += 16)
             store_floats(
-                op.y, op.type, place + k, _mm512_mul_ps(_mm512_load_ps(x + k), _mm512_set1_ps(over)),
+                op.y, op.dtype, offset + k, _mm512_mul_ps(_mm512_load_ps(x + k), _mm512_set1_ps(norm)),
                 first_lanes(op.width - k));
     }
 }
 
 // y = silu(gate) * up, with gate and up concatenated.
-void gate(const Operation& op, const Step& step) {
+void silu_and_mul(const Operation& op, const Step& step) {
 #pragma omp parallel for num_threads(threads_for(step, 4 * step.tokens * op.width)) schedule(static)
     for (int64_t token = 0; token < step.tokens; ++token)
         for (int64_t k = 0; k < op.width; k += 16) {
             const __mmask16 valid = first_lanes(op.width - k);
-            const __m512 x = load_floats(op.x, op.type, token * op.x_stride + k, valid),
-                         up = load_floats(op.other, op.type, token * op.x_stride + k, valid);
+            const __m512 x = load_floats(op.x, op.dtype, token * op.x_stride + k, valid),
+                         up = load_floats(op.other, op.dtype, token * op.x_stride + k, valid);
             const __m512 one = _mm512_set1_ps(1.0f),
-                         below = _mm512_add_ps(one, exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), x)));
-            store_floats(op.y, op.type, token * op.width + k, _mm512_mul_ps(_mm512_div_ps(x, below), up), valid);
+                         denominator = _mm512_add_ps(one, exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), x)));
+            store_floats(op.y, op.dtype, token * op.width + k, _mm512_mul_ps(_mm512_div_ps(x, denominator), up), valid);
         }
 }
 
 // Gather the hidden states of the tokens that need logits.
-void pick(const Operation& op, const Step& step) {
+void gather_rows(const Operation& op, const Step& step) {
     const float* x = static_cast<const float*>(op.x);
     for (int64_t row = 0; row < step.num_logits; ++row)
         std::memcpy(
@@ -193,34 +207,37 @@ void pick(const Operation& op, const Step& step) {
 }
 
 void run(const Operation& op, const Step& step) {
-    const int64_t tokens = op.count < 0 ? step.num_logits : step.tokens;  // after PICK: only those that need logits
-    switch (op.kind) {
+    // After GATHER_ROWS: only tokens that need logits.
+    const int64_t tokens = op.count < 0 ? step.num_logits : step.tokens;
+    switch (op.op_type) {
         case EMBED: return embed(op, step);
-        case ADD_NORM: return norm(op, step, tokens);
-        case PACKED: {
-            const LinearPlan* plan = static_cast<const LinearPlan*>(op.detail);
-            return smelt_linear(plan, op.x, op.y, tokens, op.width, threads_for(step, plan->rows * plan->columns * tokens));
+        case ADD_RMS_NORM: return add_rms_norm(op, step, tokens);
+        case PACKED_LINEAR: {
+            const LinearPlan* plan = static_cast<const LinearPlan*>(op.params);
+            return smelt_linear(
+                plan, op.x, op.y, tokens, op.width, threads_for(step, plan->rows * plan->columns * tokens));
         }
-        case DENSE: {
-            const DenseMatrix* matrix = static_cast<const DenseMatrix*>(op.detail);
+        case DENSE_LINEAR: {
+            const DenseMatrix* matrix = static_cast<const DenseMatrix*>(op.params);
             const int threads = threads_for(step, matrix->rows * matrix->columns * tokens);
 #ifdef SMELT_TILES
             if (has_dense_tiles(*matrix, tokens)) return dense_tiles(*matrix, op.x, tokens, op.y, threads);
 #endif
             return dense_product(*matrix, op.x, tokens, op.y, threads);
         }
-        case HEAD_NORM: return head_norm(op, step);
-        case ROTATE: return rotate(op, step);
+        case QK_NORM: return qk_norm(op, step);
+        case ROPE: return apply_rope(op, step);
         case HADAMARD: return hadamard(op, step);
-        case WRITE: return write(op, step);
-        case ATTEND: {
-            const Attention* attention = static_cast<const Attention*>(op.detail);
+        case STORE_KV: return store_kv(op, step);
+        case ATTENTION: {
+            const Attention* attention = static_cast<const Attention*>(op.params);
             int64_t keys = 0;
-            for (int64_t request = 0; request < step.metadata.requests; ++request) keys += step.metadata.seq_lens[request];
+            for (int64_t request = 0; request < step.metadata.requests; ++request)
+                keys += step.metadata.seq_lens[request];
             return attend(*attention, step.metadata, threads_for(step, keys * attention->heads * attention->head_dim));
         }
-        case GATE: return gate(op, step);
-        case PICK: return pick(op, step);
+        case SILU_AND_MUL: return silu_and_mul(op, step);
+        case GATHER_ROWS: return gather_rows(op, step);
     }
 }
 
@@ -242,7 +259,7 @@ int64_t smelt_program_sizes(int which) {
 void smelt_run(const void* operations, int64_t count, const void* step) {
 #ifdef SMELT_LANES
     const Operation* list = static_cast<const Operation*>(operations);
-    for (int64_t place = 0; place < count; ++place) run(list[place], *static_cast<const Step*>(step));
+    for (int64_t index = 0; index < count; ++index) run(list[index], *static_cast<const Step*>(step));
 #endif
 }
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-struct ThresholdSelect {            // same layout as in threshold_select.py; owns nothing
+struct ThresholdSelect {    // same layout as in threshold_select.py; owns nothing
     float* values;          // [elements]: the residual, to which the gradient is added
     const float* gradient;  // [elements]; null: values are only read
     int64_t elements, start, stop;
