@@ -175,7 +175,7 @@ class Together:
 def logits(model: Model, adapters: Adapters) -> Tensor:
     """Return the logits of nine tokens, three of them with an adapter."""
     ids = torch.randint(3, 99, (1, 9), generator=torch.Generator().manual_seed(1))
-    with adapters.applied_by(torch.tensor([0, 1, 1, 0, 0, 0, 0, 1, 0])), torch.no_grad():
+    with adapters.apply_by_index(torch.tensor([0, 1, 1, 0, 0, 0, 0, 1, 0])), torch.no_grad():
         result: Tensor = model.network(ids).logits
     return result
 
