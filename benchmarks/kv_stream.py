@@ -134,7 +134,7 @@ def _kept(model: Model, text: list[int], way: str) -> TextStream:
         stream = TextStream(model, len(text) + 64, keep=1, reserved=64)
     else:
         stream = TextStream(model, KEYS_CAP, method=WAYS.get(way))
-    stream.push(text[-(stream.cap - stream.room) :] if way == "truncation" else text)
+    stream.push(text[-(stream.capacity - stream.reserved) :] if way == "truncation" else text)
     return stream
 
 
@@ -152,7 +152,7 @@ def shares(options: argparse.Namespace, done: set[tuple[Any, ...]]) -> Iterator[
             else:
                 rule = InfiniPot(alpha=float(method.split()[1])) if method != "truncation" else None
                 stream = TextStream(model, CAP, method=rule)
-            stream.push(before[-(CAP - stream.room) :] if method == "truncation" else before)
+            stream.push(before[-(CAP - stream.reserved) :] if method == "truncation" else before)
             loss = float(F.cross_entropy(stream.logits(after).float(), torch.tensor(after)))
             yield {"number": number, "way": method, "loss": loss, "cap": CAP, "dtype": options.dtype}
 
