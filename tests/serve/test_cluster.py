@@ -23,7 +23,7 @@ from typing import Any
 import openai
 import pytest
 
-from smelt.ray_start import ALONE
+from smelt.ray_start import LOCAL_ENV
 from tests.serve.conftest import KEYS
 from tests.serve.server_process import NAME, Server, start
 from tests.serve.test_lifecycle import Reader
@@ -233,7 +233,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[s
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {
-        **ALONE,
+        **LOCAL_ENV,
         "RAY_AUTH_TOKEN": "a-token-that-the-owner-of-the-cluster-chose",
         "RAY_USAGE_STATS_ENABLED": "0",
     }

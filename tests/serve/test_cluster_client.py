@@ -22,7 +22,7 @@ from smelt.errors import RequestError, SmeltError
 from smelt.serve.cluster import client as client_file
 from smelt.serve.cluster.client import LOST_SECONDS, MAX_ATTEMPTS, ClusterClient
 from smelt.serve.cluster.placement import Placement, resolve_placement
-from smelt.serve.cluster.ray_serve import RayServe, _sentence
+from smelt.serve.cluster.ray_serve import RayServe, _error_message
 from smelt.serve.cluster.supervisor import ClusterSupervisor
 from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.server.settings import ServeConfig, ServerLimits
@@ -223,9 +223,9 @@ def test_replicas_that_die_too_often_are_given_up() -> None:
         supervisor = ClusterSupervisor(client_of(handle), ServerLimits(max_restarts=1), replicas=2)
         assert supervisor.unhealthy_reason == ""
         for name in ("a", "b"):
-            supervisor._lost(name)
+            supervisor._on_replica_lost(name)
         assert not supervisor.given_up.is_set()
-        supervisor._lost("c")
+        supervisor._on_replica_lost("c")
         assert supervisor.given_up.is_set()
         supervisor.client.replicas.clear()
         assert supervisor.unhealthy_reason == "no replica is running."
@@ -278,8 +278,8 @@ def test_more_resources_than_available_are_refused(
 
 def test_our_message_is_extracted_from_rays_error() -> None:
     raised = 'Traceback:\n  File "replica.py", line 1\nsmelt.errors.ModelError: no model at x.\nsome more of Ray'
-    assert _sentence(raised) == "no model at x."
-    assert "see Ray's logs" in _sentence("RuntimeError: x")
+    assert _error_message(raised) == "no model at x."
+    assert "see Ray's logs" in _error_message("RuntimeError: x")
 
 
 def test_the_command_without_ray_or_with_a_wrong_number(tmp_path: Any) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from smelt.errors import SmeltError
 from smelt.serve.server import auth
-from smelt.serve.server.auth import check_binding, is_loopback, known_key, read_keys
+from smelt.serve.server.auth import check_binding, find_key, is_loopback, read_keys
 from smelt.serve.server.middleware import RequestGuard
 from smelt.serve.server.settings import ServerLimits, ServerSettings
 from tests.serve.conftest import KEYS
@@ -156,7 +156,7 @@ def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(auth, "hmac", SimpleNamespace(compare_digest=compare))
     for key in (b"0", b"4", b"none"):
         compared.clear()
-        matched = known_key(keys, [(b"authorization", b"Bearer " + key)])
+        matched = find_key(keys, [(b"authorization", b"Bearer " + key)])
         assert (matched is not None) == (key != b"none")
         assert [one for one, _ in compared] == keys and all(len(other) == 32 for _, other in compared)
 

@@ -18,7 +18,7 @@ BATCH = 32  # texts per batch
 
 
 class Encoder:
-    """One encoder model, run in one thread; a batch whose caller is gone is not started."""
+    """One encoder model, run in one thread; a batch whose caller has left is not started."""
 
     def __init__(self, source: str, device: str = "cpu") -> None:
         self.model = load(source, device=device)
@@ -27,8 +27,8 @@ class Encoder:
         self.tokenizer = self.model.tokenizer
         self.network = self.model.network.base_model.eval()
         config = self.network.config
-        self.vocabulary, self.width = int(config.vocab_size), int(config.hidden_size)
-        self.context = min(_positions(self.network), self.tokenizer.model_max_length)
+        self.vocab_size, self.hidden_size = int(config.vocab_size), int(config.hidden_size)
+        self.max_model_len = min(_positions(self.network), self.tokenizer.model_max_length)
         self._padding = self.tokenizer.pad_token_id or 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoder")
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from smelt.errors import ConfigError, ResourceError, SmeltError
-from smelt.ray_start import join_cluster, set_before, start_alone, take_signals_back
+from smelt.ray_start import join_cluster, restore_signal_handlers, set_ray_environment, start_local_ray
 from smelt.train.trainer import checkpoint
 from smelt.train.trainer.config import TrainConfig
 from smelt.train.trainer.distributed import LostWorkerError, backend_for, print_error
@@ -123,7 +123,7 @@ def _check_options(config: TrainConfig, workers: int, restarts: int, gpu: bool) 
 def _ray_session(address: str | None) -> Iterator[None]:
     """Provide Ray; one that was there before is left running."""
     os.environ.update(_RAY_ENV if address else {**_RAY_ENV, **_LOCAL_RAY_ENV})
-    set_before(alone=address is None and not _is_joined())
+    set_ray_environment(local=address is None and not _is_joined())
     try:
         import ray.train.torch
     except ImportError as error:
@@ -148,11 +148,11 @@ def _is_joined() -> bool:
 
 def _connect(address: str | None, folder: str) -> None:
     if address is None:
-        start_alone(folder)
+        start_local_ray(folder)
     else:
         join_cluster(address)
     if threading.current_thread() is threading.main_thread():
-        take_signals_back()
+        restore_signal_handlers()
 
 
 def _check_resources(workers: int, gpu: bool) -> None:

@@ -227,7 +227,7 @@ REFUSED: list[tuple[dict[str, Any], list[str], str]] = [
 
 def main_without_starting(words: list[str]) -> None:
     """Run the command with a Ray that fails if started."""
-    on_ray.start_alone = None  # type: ignore[assignment]
+    on_ray.start_local_ray = None  # type: ignore[assignment]
     on_ray.main(words)
 
 

@@ -132,7 +132,7 @@ class ClusterClient(EngineClient):
 
     async def _follow(self, message: SubmitRequest) -> None:
         """Read the tokens of one prompt from a replica, or from another if it fails before the first token."""
-        request_id, unfinished, begun = message.request_id, message.sampling["n"], False
+        request_id, unfinished, started_streaming = message.request_id, message.sampling["n"], False
         content = encode(message).decode()
         for _ in range(MAX_ATTEMPTS):
             try:
@@ -142,14 +142,14 @@ class ClusterClient(EngineClient):
                     if "died" in reply:
                         break
                     if "rejected" in reply:
-                        self._put(request_id, RequestError(reply["rejected"]))
+                        self._push(request_id, RequestError(reply["rejected"]))
                         return
-                    begun = True
+                    started_streaming = True
                     unfinished -= sum(1 for event in reply["events"] if event[3])
                     if unfinished == 0:
                         self._calls.pop(request_id, None)  # it ends by itself
                     self._update_replica(reply)
-                    self._put_events(request_id, reply)
+                    self._push_events(request_id, reply)
                 else:
                     return
             except asyncio.CancelledError:
@@ -157,19 +157,19 @@ class ClusterClient(EngineClient):
                 raise
             except Exception as error:  # any of Ray's errors means that this replica does not answer
                 log.warning("a replica did not finish a request: %s", type(error).__name__)
-            if begun:
+            if started_streaming:
                 break
             await asyncio.sleep(RETRY_SECONDS)
-        self._put(request_id, WorkerDiedError("the replica's engine ended; the request is lost, send it again."))
+        self._push(request_id, WorkerDiedError("the replica's engine ended; the request is lost, send it again."))
 
-    def _put_events(self, request_id: str, reply: dict[str, Any]) -> None:
+    def _push_events(self, request_id: str, reply: dict[str, Any]) -> None:
         clock = self._clocks[reply["replica"]]
         for sample, token, logprobs, reason, cached, started in reply["events"]:
             if request_id not in self._streams:
                 return
             answer = self._streams[request_id][1] + sample
             event = TokenEvent(answer, token, as_logprobs(logprobs), reason, cached, started + clock)
-            self._put(request_id, event)
+            self._push(request_id, event)
         self._sum_states()
 
     def _update_replica(self, reply: dict[str, Any]) -> None:

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from smelt.errors import ResourceError, SmeltError
-from smelt.ray_start import join_cluster, set_before, start_alone, take_signals_back
+from smelt.ray_start import join_cluster, restore_signal_handlers, set_ray_environment, start_local_ray
 from smelt.serve.cluster.placement import Placement
 
 T = TypeVar("T")
 log = logging.getLogger("smelt.serve")
-LOOK_SECONDS = 0.25  # between polls while replicas start
+POLL_SECONDS = 0.25  # between polls while replicas start
 HEALTH_PERIOD, HEALTH_TIMEOUT = 1.0, 10.0  # seconds
 STOP_SECONDS = 5.0
 
-ALWAYS = {
+SERVE_ENV = {
     "RAY_SERVE_LOG_TO_STDERR": "0",
     # Answers take seconds: query queue lengths for every request instead of caching them for ten seconds.
     "RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S": "0",
@@ -43,19 +43,19 @@ class RayServe:
         self.name = f"smelt-{uuid.uuid4().hex[:8]}"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
         self._folder: Path | None = None
-        self._begun = False
+        self._started = False
 
     async def start(self, target: type, arguments: dict[str, Any], requests: int) -> Any:
         """Start all replicas and return their handle. `requests` is the limit of ongoing requests per replica."""
         await self._run(self._connect)
-        take_signals_back()
+        restore_signal_handlers()
         handle = await self._run(partial(self._deploy, target, arguments, requests))
         while not await self._run(self._ready):
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
         return handle
 
     async def stop(self) -> None:
-        if self._begun:
+        if self._started:
             await self._run(self._disconnect)
         self._thread.shutdown(wait=False)
 
@@ -63,22 +63,22 @@ class RayServe:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _connect(self) -> None:
-        os.environ.update(ALWAYS)
-        set_before(alone=self.local)
+        os.environ.update(SERVE_ENV)
+        set_ray_environment(local=self.local)
         import ray.serve  # noqa: F401  (it sets up its loggers, which are silenced then)
 
         for name in ("ray", "ray.serve"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        self._begun = True
+        self._started = True
         if self.local:
             self._folder = Path(tempfile.mkdtemp(prefix="smelt-ray-"))
             min_cpus = self.placement.cpus * self.placement.replicas
-            start_alone(str(self._folder), num_cpus=max(os.cpu_count() or 1, int(min_cpus + 0.999)))
+            start_local_ray(str(self._folder), num_cpus=max(os.cpu_count() or 1, int(min_cpus + 0.999)))
         else:
             join_cluster(self.placement.ray_address)
-        self._check_room()
+        self._check_resources()
 
-    def _check_room(self) -> None:
+    def _check_resources(self) -> None:
         import ray
 
         available, placement = ray.cluster_resources(), self.placement
@@ -114,7 +114,7 @@ class RayServe:
         if application.status == "RUNNING":
             return True
         messages = [application.message, *(deployment.message for deployment in application.deployments.values())]
-        raise SmeltError(_sentence("\n".join(messages)))
+        raise SmeltError(_error_message("\n".join(messages)))
 
     def _disconnect(self) -> None:
         import ray
@@ -130,10 +130,10 @@ class RayServe:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _sentence(told: str) -> str:
+def _error_message(report: str) -> str:
     """Extract the message of a Smelt error in a replica from Ray's report."""
-    for line in reversed(told.splitlines()):
-        name, colon, rest = line.strip().partition(": ")
+    for line in reversed(report.splitlines()):
+        name, colon, message = line.strip().partition(": ")
         if colon and name.startswith("smelt.errors."):
-            return rest
+            return message
     return "no replica could be started; see Ray's logs (RAY_SERVE_LOG_TO_STDERR=1 shows them)."

@@ -33,10 +33,10 @@ class ClusterSupervisor(EngineSupervisor):
     async def watch(self) -> None:
         while not self.given_up.is_set():
             for name in await self.client.poll():
-                self._lost(name)
+                self._on_replica_lost(name)
             await asyncio.sleep(CHECK_SECONDS)
 
-    def _lost(self, name: str) -> None:
+    def _on_replica_lost(self, name: str) -> None:
         now = time.monotonic()
         self._restarts.append(now)
         while now - self._restarts[0] > self.limits.restart_window:

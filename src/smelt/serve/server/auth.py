@@ -34,7 +34,7 @@ def read_keys(path: Path) -> frozenset[bytes]:
     return frozenset(hashlib.sha256(key).digest() for key in keys)
 
 
-def known_key(keys: Iterable[bytes], headers: Headers) -> bytes | None:
+def find_key(keys: Iterable[bytes], headers: Headers) -> bytes | None:
     """Return the digest of the request's key if it is valid. Every key is compared, each in constant time."""
     digest = hashlib.sha256(_request_key(headers)).digest()
     match = None

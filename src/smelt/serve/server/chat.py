@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from smelt.serve.server.errors import ApiError
-from smelt.serve.server.generation import Delta, Generation, sampling_params_of
+from smelt.serve.server.generation import Delta, Generation, build_sampling_params
 from smelt.serve.server.schemas import ChatMessage, ChatRequest, extras
 from smelt.serve.server.service import Service
 from smelt.serve.server.stream import Chunk, EventStreamResponse, collect
@@ -30,7 +30,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs requires logprobs to be true.", param="top_logprobs")
     prompt = await service.tokenizer.encode_chat(plain_messages(body.messages))
-    sampling = sampling_params_of(
+    sampling = build_sampling_params(
         body, max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None, vocab_size=service.vocab_size,
     )  # fmt: skip

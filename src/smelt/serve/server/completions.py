@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from smelt.serve.server.errors import ApiError
-from smelt.serve.server.generation import Delta, Generation, TokenLogprob, sampling_params_of
+from smelt.serve.server.generation import Delta, Generation, TokenLogprob, build_sampling_params
 from smelt.serve.server.schemas import CompletionRequest
 from smelt.serve.server.service import Service
 from smelt.serve.server.stream import Chunk, EventStreamResponse, collect
@@ -33,7 +33,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
             400, "echo: log-probabilities of the prompt are not supported; leave out echo or logprobs.", param="echo"
         )
     texts, prompts = await _prompts(service, body)
-    sampling = sampling_params_of(
+    sampling = build_sampling_params(
         body, max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS, logprobs=body.logprobs, vocab_size=service.vocab_size
     )
     generation = Generation(service, prompts, body, sampling, request.state.key)

@@ -60,7 +60,7 @@ class TimedConnection(H11Protocol):
         cycle: Any = self.cycle
         if cycle is not None and not cycle.response_complete:
             self._idle_since = now
-        unacked, acked = self._sent()
+        unacked, acked = self._acknowledgments()
         if unacked == 0 or unacked < self._unacked or acked > self._acked:
             self._progress_at = now
         self._unacked, self._acked = unacked, acked
@@ -69,7 +69,7 @@ class TimedConnection(H11Protocol):
         else:
             self._schedule_check()
 
-    def _sent(self) -> tuple[int, int]:
+    def _acknowledgments(self) -> tuple[int, int]:
         """Return how many bytes the client has not acknowledged, and how many it has.
 
         The kernel buffers megabytes per connection, so the transport's own buffer alone would reveal a client that

@@ -25,8 +25,8 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     if encoder is None:
         message = f"{service.name} is a language model without embeddings; serve an encoder, such as minilm-l6."
         raise ApiError(400, message, param="model")
-    if body.dimensions not in (None, encoder.width):
-        raise ApiError(400, f"dimensions: the model's vectors have {encoder.width}.", param="dimensions")
+    if body.dimensions not in (None, encoder.hidden_size):
+        raise ApiError(400, f"dimensions: the model's vectors have {encoder.hidden_size}.", param="dimensions")
     texts = await _inputs(service, body)
     service.admission.acquire(len(texts))
     try:
@@ -62,16 +62,16 @@ async def _inputs(service: Service, body: EmbeddingRequest) -> list[list[int]]:
 
 async def _unless_disconnected(request: Request, work: Any) -> list[list[float]]:
     """Await the work, or raise ClientGoneError when the client disconnects."""
-    task, gone = asyncio.ensure_future(work), asyncio.create_task(_disconnected(request))
+    task, disconnected = asyncio.ensure_future(work), asyncio.create_task(_disconnected(request))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGoneError
         vectors: list[list[float]] = task.result()
         return vectors
     finally:
         task.cancel()
-        gone.cancel()
+        disconnected.cancel()
 
 
 async def _disconnected(request: Request) -> None:

@@ -82,5 +82,5 @@ def _field_path(parts: Sequence[Any]) -> str | None:
     """Return the dotted path of a field, leaving out keys that a client made up."""
     from smelt.serve.server.schemas import FIELDS
 
-    known = [str(part) for part in parts[1:] if isinstance(part, int) or part in FIELDS]
-    return ".".join(known) or None
+    names = [str(part) for part in parts[1:] if isinstance(part, int) or part in FIELDS]
+    return ".".join(names) or None

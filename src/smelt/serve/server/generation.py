@@ -13,7 +13,7 @@ from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.server.errors import ApiError, ClientGoneError
 from smelt.serve.server.schemas import GenerationRequest
 from smelt.serve.server.service import Service
-from smelt.serve.server.structured import structured_output_of
+from smelt.serve.server.structured import parse_structured_output
 from smelt.serve.worker.client import TokenEvent, TokenStream, WorkerDiedError
 
 PING_SECONDS = 15.0  # of silence, after which a streaming client gets a ping
@@ -111,7 +111,7 @@ class Generation:
         self.service, self.prompts, self.sampling = service, prompts, sampling
         self.arrival = time.monotonic()
         self.priority = request.priority or 0
-        self.adapter = service.adapter_of(request.model)
+        self.adapter = service.adapter_name(request.model)
         self.salt = hashlib.sha256(key + b"\0" + (request.cache_salt or "").encode()).digest()
         keep_stop = bool(request.include_stop_str_in_output)
         n = sampling.n
@@ -168,7 +168,7 @@ class Generation:
     def disconnect(self) -> None:
         """Stop: the client has disconnected."""
         if self._stream is not None:
-            self._stream.put(ClientGoneError())
+            self._stream.push(ClientGoneError())
 
     def close(self, reason: str = "abort") -> None:
         """Release everything; abort what has not finished."""
@@ -192,7 +192,7 @@ class Generation:
         }  # fmt: skip
 
 
-def sampling_params_of(
+def build_sampling_params(
     body: GenerationRequest, *, max_tokens: int | None, logprobs: int | None, vocab_size: int
 ) -> SamplingParams:
     """Convert a request to sampling parameters; fields left out have OpenAI's defaults."""
@@ -218,7 +218,7 @@ def sampling_params_of(
             stop=tuple(dict.fromkeys(stop)),
             stop_token_ids=tuple(body.stop_token_ids or ()),
             logit_bias=bias,
-            structured_output=structured_output_of(body),
+            structured_output=parse_structured_output(body),
             **{name: value for name, value in optional.items() if value is not None},
         )
     except RequestError as error:

@@ -66,7 +66,7 @@ class ServerMetrics:
         self.blocks_used = Gauge("smelt:kv_blocks_used", "KV cache blocks in use.")
         self.restarts = Counter("smelt:engine_restarts", "Restarts of the engine's process.")
         self.refused = Counter("smelt:requests_refused", "Requests refused because the queue was full.")
-        self.embeddings = Counter("smelt:embeddings", "AsyncTokenizer that were embedded.")
+        self.embeddings = Counter("smelt:embeddings", "Texts that were embedded.")
         self._last_state: dict[str, int] = {}
         self.history: deque[dict[str, float]] = deque(maxlen=HISTORY_SECONDS)
         self._last_tokens = 0.0
@@ -88,7 +88,7 @@ class ServerMetrics:
         self._last_state = dict(state)
 
     def reset_engine_state(self) -> None:
-        """Zero the gauges when the engine is gone."""
+        """Zero the gauges when the engine has ended."""
         for gauge in (self.running, self.waiting, self.blocks_used, self.kv_cache_usage):
             gauge.set(0)
         self._last_state = {}

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from smelt.serve.server.auth import host_allowed, is_loopback, known_key, origin_allowed
+from smelt.serve.server.auth import find_key, host_allowed, is_loopback, origin_allowed
 from smelt.serve.server.errors import ApiError, ClientGoneError, as_api_error
 from smelt.serve.server.settings import ServerSettings
 
@@ -30,7 +30,7 @@ class RequestGuard:
             return
         started = False
 
-        async def send_and_note(message: Message) -> None:
+        async def tracked_send(message: Message) -> None:
             nonlocal started
             started = True
             await send(message)
@@ -38,7 +38,7 @@ class RequestGuard:
         try:
             self._check(scope)
             body = await self._body(scope, receive)
-            await self.app(scope, _replay(body, receive), send_and_note)
+            await self.app(scope, _replay(body, receive), tracked_send)
         except ClientGoneError:
             return
         except Exception as error:
@@ -61,7 +61,7 @@ class RequestGuard:
             raise ApiError(403, "requests from pages of other sites are not allowed.")
         scope.setdefault("state", {})["key"] = b""
         if self.keys:
-            key = known_key(self.keys, headers)
+            key = find_key(self.keys, headers)
             if key is None:
                 challenge = {"www-authenticate": 'Bearer, Basic realm="smelt (the password is an API key)"'}
                 raise ApiError(401, "a valid API key is required.", code="invalid_api_key", headers=challenge)

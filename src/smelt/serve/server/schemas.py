@@ -8,9 +8,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from smelt.serve.engine.sampling_params import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOPS
 
-MOST_PROMPTS = 256
-MOST_MESSAGES = 2048
-MOST_STOP_CHARACTERS = 512
+MAX_PROMPTS = 256
+MAX_MESSAGES = 2048
+MAX_STOP_CHARACTERS = 512
 INT64 = 2**63 - 1
 
 
@@ -26,9 +26,9 @@ def _complete_characters(text: str) -> str:
 Text = Annotated[str, AfterValidator(_complete_characters)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(fail_fast=True, min_length=1)]
-Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
-TokenLists = Annotated[list[Tokens], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
-Stop = Annotated[Text, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
+Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
+TokenLists = Annotated[list[Tokens], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
+Stop = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
@@ -89,11 +89,11 @@ class ContentPart(StrictModel):
 
 class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MOST_MESSAGES)] | None = None
+    content: Text | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
 
 
 class ChatRequest(GenerationRequest):
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -110,7 +110,7 @@ class EmbeddingRequest(StrictModel):
 class TokenizeRequest(StrictModel):
     model: str | None = None
     prompt: Text | None = None
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)] | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 

@@ -18,27 +18,29 @@ from smelt.serve.server.app import create_app
 from smelt.serve.server.auth import check_binding
 from smelt.serve.server.connection import TimedConnection
 from smelt.serve.server.errors import ApiError
-from smelt.serve.server.service import Service, Supervise, own_process
+from smelt.serve.server.service import Service, SupervisorFactory, supervise_subprocess
 from smelt.serve.server.settings import ServerSettings
 
 log = logging.getLogger("smelt.serve")
 KEEP_ALIVE_SECONDS = 5  # that an idle connection stays open
 
 
-def serve(settings: ServerSettings, supervise: Supervise = own_process) -> int:
+def serve(settings: ServerSettings, supervisor_factory: SupervisorFactory = supervise_subprocess) -> int:
     """Serve until a signal arrives. Return the exit code: 0, or 1 if the engine died too often."""
     check_binding(settings.host, settings.keys)
     _set_up_logging()
     _raise_file_limit()
     with bind_socket(settings.host, settings.port) as listener:
-        return asyncio.run(_ServerRun(settings, listener, supervise).run())
+        return asyncio.run(_ServerRun(settings, listener, supervisor_factory).run())
 
 
 class _ServerRun:
-    def __init__(self, settings: ServerSettings, listener: socket.socket, supervise: Supervise) -> None:
+    def __init__(
+        self, settings: ServerSettings, listener: socket.socket, supervisor_factory: SupervisorFactory
+    ) -> None:
         self.settings, self.listener = settings, listener
         self.stopping = asyncio.Event()
-        self.service = Service(settings, supervise)
+        self.service = Service(settings, supervisor_factory)
         self.server: _Uvicorn | None = None
 
     async def run(self) -> int:

@@ -21,10 +21,10 @@ from smelt.serve.worker.client import EngineClient, Observer, OtherModelError
 if TYPE_CHECKING:
     from smelt.serve.encoder import Encoder
 
-Supervise = Callable[[ServerSettings, Observer, dict[str, Any]], EngineSupervisor]  # the last: engine options
+SupervisorFactory = Callable[[ServerSettings, Observer, dict[str, Any]], EngineSupervisor]  # the last: engine options
 
 
-def own_process(settings: ServerSettings, observe: Observer, options: dict[str, Any]) -> EngineSupervisor:
+def supervise_subprocess(settings: ServerSettings, observe: Observer, options: dict[str, Any]) -> EngineSupervisor:
     """Run one engine in a subprocess."""
     client = EngineClient(settings.model, observe=observe, device=settings.device, **options)
     return EngineSupervisor(client, settings.limits)
@@ -61,8 +61,8 @@ class AdmissionControl:
 class Service:
     """One served model: a language model run by an engine in a subprocess, or an encoder run in a thread."""
 
-    def __init__(self, settings: ServerSettings, supervise: Supervise = own_process) -> None:
-        self.settings, self.limits, self._supervise = settings, settings.limits, supervise
+    def __init__(self, settings: ServerSettings, supervisor_factory: SupervisorFactory = supervise_subprocess) -> None:
+        self.settings, self.limits, self._supervisor_factory = settings, settings.limits, supervisor_factory
         self.name = settings.name or Path(settings.model).name
         self.created = int(time.time())
         self.supervisor: EngineSupervisor | None = None
@@ -76,12 +76,12 @@ class Service:
         """Load everything. The engine's process starts first, so that both processes import in parallel."""
         options = {**self.settings.engine, "max_num_seqs": self._max_num_seqs, "max_queued": self._capacity}
         options["adapters"] = dict(self.settings.adapters)
-        supervisor = self._supervise(self.settings, self._observe, options)
+        supervisor = self._supervisor_factory(self.settings, self._observe, options)
         client = supervisor.client
         loading = asyncio.create_task(supervisor.start())
         try:
             await asyncio.sleep(0)  # starts the process
-            tokenizer_of = await asyncio.to_thread(_tokenizers)
+            tokenizer_of = await asyncio.to_thread(_import_tokenizer_loader)
             await loading
         except OtherModelError as error:
             await self._start_encoder(error.folder, error.task)
@@ -106,7 +106,7 @@ class Service:
         if task not in ("embedding", "masked-language"):
             raise ModelError(f"{self.settings.model} is for {task}; language models and text encoders can be served.")
         self.encoder = await asyncio.to_thread(Encoder, path, self.settings.device)
-        self.max_model_len, self.vocab_size = self.encoder.context, self.encoder.vocabulary
+        self.max_model_len, self.vocab_size = self.encoder.max_model_len, self.encoder.vocab_size
         self._set_up(self.encoder.tokenizer, self.max_model_len)
 
     @property
@@ -146,7 +146,7 @@ class Service:
         """Names in the API: the model and each of its adapters."""
         return [self.name, *self.settings.adapters]
 
-    def adapter_of(self, model: str | None) -> str | None:
+    def adapter_name(self, model: str | None) -> str | None:
         return model if model in self.settings.adapters else None
 
     def check_model(self, model: str | None) -> None:
@@ -179,7 +179,7 @@ class Service:
             self.tokenizer.close()
 
 
-def _tokenizers() -> Callable[[Path], Any]:
+def _import_tokenizer_loader() -> Callable[[Path], Any]:
     """Import the tokenizer loader in a thread, since it is slow."""
     from smelt.models.tokenizer import tokenizer_of
 

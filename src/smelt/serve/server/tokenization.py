@@ -80,11 +80,11 @@ class AsyncTokenizer:
     def _token(self, token: int) -> tuple[str, bytes]:
         """Return the text and the bytes of one token; the bytes may be part of a character."""
         text = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
-        piece = str(self.tokenizer.convert_ids_to_tokens(token))
+        token_string = str(self.tokenizer.convert_ids_to_tokens(token))
         if INCOMPLETE in text:
-            if self._byte_of and all(character in self._byte_of for character in piece):
-                return text, bytes(self._byte_of[character] for character in piece)
-            if match := _BYTE.fullmatch(piece):
+            if self._byte_of and all(character in self._byte_of for character in token_string):
+                return text, bytes(self._byte_of[character] for character in token_string)
+            if match := _BYTE.fullmatch(token_string):
                 return text, bytes([int(match[1], 16)])
         return text, text.encode("utf-8", "replace")
 

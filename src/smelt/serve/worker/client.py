@@ -98,7 +98,7 @@ class TokenStream:
             self.abort(answer)
         self._client.forget(self._request_ids)
 
-    def put(self, event: TokenEvent | Exception) -> None:
+    def push(self, event: TokenEvent | Exception) -> None:
         self._queue.put_nowait(event)
 
 
@@ -173,7 +173,7 @@ class EngineClient:
     def fail(self, error: Exception) -> None:
         """Fail every request with this error."""
         for stream, _ in list(self._streams.values()):
-            stream.put(error)
+            stream.push(error)
 
     async def stop(self, timeout: float = 5.0) -> None:
         """Close the pipe, which ends the process; kill it if it does not end in time."""
@@ -202,7 +202,7 @@ class EngineClient:
             while True:
                 _call(loop, self._receive, pipe, pipe.receive())
         except (EOFError, OSError):
-            _call(loop, self._lost, pipe)
+            _call(loop, self._on_lost, pipe)
 
     def _receive(self, pipe: Pipe, message: WorkerMessage) -> None:
         if pipe is not self._pipe:  # from a process that was replaced
@@ -212,13 +212,13 @@ class EngineClient:
             for request_id, sample, token, logprobs, reason, cached, started in message.tokens:
                 if request_id in self._streams:
                     answer = self._streams[request_id][1] + sample
-                    self._put(request_id, TokenEvent(answer, token, as_logprobs(logprobs), reason, cached, started))
+                    self._push(request_id, TokenEvent(answer, token, as_logprobs(logprobs), reason, cached, started))
         elif isinstance(message, EngineReady):
             self.engine = message
             self._update_state(message.state)
             self._finish_start(None)
         elif isinstance(message, RequestRejected):
-            self._put(message.request_id, RequestError(message.message))
+            self._push(message.request_id, RequestError(message.message))
         elif isinstance(message, NotALanguageModel):
             self._finish_start(OtherModelError(message.folder, message.task))
         elif isinstance(message, StartFailed):
@@ -229,11 +229,11 @@ class EngineClient:
         if self._observe is not None:
             self._observe(state)
 
-    def _put(self, request_id: str, event: TokenEvent | Exception) -> None:
+    def _push(self, request_id: str, event: TokenEvent | Exception) -> None:
         if request_id in self._streams:
-            self._streams[request_id][0].put(event)
+            self._streams[request_id][0].push(event)
 
-    def _lost(self, pipe: Pipe) -> None:
+    def _on_lost(self, pipe: Pipe) -> None:
         """Fail everything that waits for a process that has ended."""
         if pipe is not self._pipe:
             return
