@@ -44,8 +44,8 @@ def test_under_torchrun_it_plans_shards_and_measures(tmp_path: Path) -> None:
     assert report["root"]["bytes"] > 0 and report["cluster"]["state_factor"] == 2.0  # tied; plain SGD keeps no state
     assert report["predicted"]["peak_memory"] <= report["memory"] == 2e6 and report["measured"]["peak_memory"] is None
     for which in ("predicted", "measured"):
-        event_kinds = [event_kind for event_kind, *_ in report[which]["events"]]
-        assert event_kinds.count("reduce-scatter") == len(report["units"]) + 1 and report[which]["exposed_seconds"] > 0
+        ops = [op for op, *_ in report[which]["events"]]
+        assert ops.count("reduce-scatter") == len(report["units"]) + 1 and report[which]["exposed_seconds"] > 0
     page = (tmp_path / "plan.html").read_text()
     assert page.count("<rect") == sum(len(report[which]["events"]) for which in ("predicted", "measured"))
 

@@ -14,14 +14,14 @@ import pytest
 from smelt.errors import DataError, RequestError
 from smelt.loadtest.generator import arrivals
 from smelt.loadtest.http import Address
-from smelt.loadtest.prompts import LengthRange, prompts_from, random_prompts
-from smelt.loadtest.summary import concurrency, limits_from, percentile, series, summarize, tokens_by_second
+from smelt.loadtest.prompts import LengthRange, random_prompts, read_prompts
+from smelt.loadtest.summary import concurrency, parse_limits, percentile, series, summarize, tokens_by_second
 from smelt.loadtest.timeline import RequestTimeline
 
 # Sent at 1 s: text at 1.2, 1.3 and 1.6, six tokens. Sent at 2 s: one token at 2.5. Failed between 2 s and 3 s.
 LINES = [
-    RequestTimeline(due=1.0, sent=1.0, pieces=[1.2, 1.3, 1.6], ended=1.6, input_tokens=10, output_tokens=6),
-    RequestTimeline(due=1.9, sent=2.0, pieces=[2.5], ended=2.5, input_tokens=20, output_tokens=1),
+    RequestTimeline(due=1.0, sent=1.0, chunk_times=[1.2, 1.3, 1.6], ended=1.6, input_tokens=10, output_tokens=6),
+    RequestTimeline(due=1.9, sent=2.0, chunk_times=[2.5], ended=2.5, input_tokens=20, output_tokens=1),
     RequestTimeline(due=2.0, sent=2.0, ended=3.0, failure="status 503"),
 ]
 
@@ -54,7 +54,7 @@ def test_the_summary_by_hand() -> None:
 
 
 def test_tokens_are_counted_in_the_second_of_their_chunk() -> None:
-    lines = [RequestTimeline(sent=5.0, pieces=[5.5, 6.5, 6.9, 8.1], ended=8.1, output_tokens=8)]
+    lines = [RequestTimeline(sent=5.0, chunk_times=[5.5, 6.5, 6.9, 8.1], ended=8.1, output_tokens=8)]
     assert tokens_by_second(lines) == [2.0, 4.0, 0.0, 2.0]
     assert concurrency(lines) == [(5.0, 1), (8.1, 0)]
     assert series(lines)["tokens"] == [(0.0, 2.0), (1.0, 4.0), (2.0, 0.0), (3.0, 2.0), (4.0, 0.0)]
@@ -101,7 +101,7 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
     file.write_text(
         '{"prompt": "one", "max_tokens": 5}\n{"messages": [{"role": "user", "content": "two"}], "prompt": "2"}\n'
     )
-    plain, chats = (prompts_from(file, 4, LengthRange(9, 9), chat=chat) for chat in (False, True))
+    plain, chats = (read_prompts(file, 4, LengthRange(9, 9), chat=chat) for chat in (False, True))
     assert sorted((str(prompt.content), prompt.output) for prompt in plain) == [
         ("2", 9),
         ("2", 9),
@@ -112,7 +112,7 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
     for row in ('{"prompt": 3}', '{"prompt": "x", "max_tokens": -1}', '{"text": "x"}'):
         file.write_text(row)
         with pytest.raises(DataError, match="row 1 has"):
-            prompts_from(file, 1, LengthRange(1, 1), chat=False)
+            read_prompts(file, 1, LengthRange(1, 1), chat=False)
 
 
 @pytest.mark.parametrize("text", ["", "0", "-3", "9:3", "a", "1:2:3", "99999999"])
@@ -123,10 +123,10 @@ def test_invalid_lengths(text: str) -> None:
 
 def test_lengths_and_limits_are_parsed() -> None:
     assert LengthRange.parse("128") == LengthRange(128, 128) and str(LengthRange.parse("64:256")) == "64:256"
-    assert limits_from(["ttft=500", "tpot=50"]) == {"ttft": 500.0, "tpot": 50.0}
+    assert parse_limits(["ttft=500", "tpot=50"]) == {"ttft": 500.0, "tpot": 50.0}
     for word in ("ttft", "ttft=", "ttft=-1", "itl=3", "ttft=inf", "ttft=nan"):
         with pytest.raises(RequestError, match="is not a limit"):
-            limits_from([word])
+            parse_limits([word])
 
 
 def test_addresses() -> None:

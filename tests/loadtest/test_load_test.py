@@ -46,7 +46,7 @@ def test_times_match_the_server(chat: bool) -> None:
 def test_tokens_are_counted_by_usage_or_else_by_chunks() -> None:
     with SseServer(together=4, gap=0.04) as server:
         result = measured(server)
-        assert result.summary.output_tokens == 80 and all(len(line.pieces) == 2 for line in result.timelines)
+        assert result.summary.output_tokens == 80 and all(len(line.chunk_times) == 2 for line in result.timelines)
         assert result.summary.tpot and 5 < result.summary.tpot.p50 < 10  # 40 ms over 7 tokens
         server.usage = False
         assert measured(server).summary.output_tokens == 20

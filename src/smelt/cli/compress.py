@@ -15,8 +15,8 @@ from smelt.cli.recipes import (
     RecipeOption,
     SeedOverride,
     SetOption,
+    method_settings,
     read_recipe,
-    settings_of,
 )
 from smelt.compression.recipe.run import compress
 from smelt.progress import progress_bars
@@ -56,7 +56,7 @@ def run(
     json_file: JsonOption = None,
     seed: SeedOverride = None,
 ) -> None:
-    settings = settings_of(bits, group_size, parameters)
+    settings = method_settings(bits, group_size, parameters)
     read = read_recipe(recipe, method=method, settings=settings, data=data, evaluation=eval_data, seed=seed)
     with progress_bars() as progress:
         result = compress(

@@ -79,7 +79,7 @@ def _show_formats(descriptions: dict[str, dict[str, Any]]) -> None:
     shown = [
         row
         for name, row in descriptions.items()
-        if not (kind := _kind(name)) or (row["bits"] == 4 and kind[1] in SHOWN)
+        if not (affixes := _split_integer_name(name)) or (row["bits"] == 4 and affixes[1] in SHOWN)
     ]
     cells = [
         [
@@ -96,17 +96,17 @@ def _show_formats(descriptions: dict[str, dict[str, Any]]) -> None:
 
 def _show_widths(descriptions: dict[str, dict[str, Any]]) -> None:
     """Print the integer formats, whose rows would differ only in their bits."""
-    kinds = list(dict.fromkeys(kind for name in descriptions if (kind := _kind(name))))
-    widths = sorted({row["bits"] for name, row in descriptions.items() if _kind(name)})
-    rows = [[descriptions.get(f"{first}{width}{last}") for width in widths] for first, last in kinds]
+    families = list(dict.fromkeys(affixes for name in descriptions if (affixes := _split_integer_name(name))))
+    widths = sorted({row["bits"] for name, row in descriptions.items() if _split_integer_name(name)})
+    rows = [[descriptions.get(f"{first}{width}{last}") for width in widths] for first, last in families]
     cells = [
-        [f"{first}N{last}", *("-" if one is None else f"{one['signal_to_noise']:.1f}" for one in row)]
-        for (first, last), row in zip(kinds, rows, strict=True)
+        [f"{first}N{last}", *("-" if cell is None else f"{cell['signal_to_noise']:.1f}" for cell in row)]
+        for (first, last), row in zip(families, rows, strict=True)
     ]
     console.print(table("Integers of N bits: dB", ["format", *map(str, widths)], cells))
 
 
-def _kind(name: str) -> tuple[str, str] | None:
+def _split_integer_name(name: str) -> tuple[str, str] | None:
     """Split an integer format's name around its bit width; None for other formats."""
     parts = re.fullmatch(r"(d?int)\d(.*)", name)
     return (parts[1], parts[2]) if parts else None

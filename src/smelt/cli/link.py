@@ -75,25 +75,25 @@ def run(
         )
     local_device = init_distributed("cuda" if device.startswith("cuda") else "cpu", _TIMEOUT)
     try:
-        workers = Comm()
-        nodes = None if node is None else NodeTopology.create(workers, node)
-        link = measure_link(workers, local_device)
+        comm = Comm()
+        nodes = None if node is None else NodeTopology.create(comm, node)
+        link = measure_link(comm, local_device)
         layout = synthetic_layout(int(parameters))
-        gradient = synthetic_gradient(layout, workers, local_device, seed)
+        gradient = synthetic_gradient(layout, comm, local_device, seed)
         ddp = predict_ddp(layout.numel, link, backward_ms / 1000)
-        cast_seconds = max_over_ranks([_cast_seconds(gradient)], workers, local_device)[0]
+        cast_seconds = max_over_ranks([_cast_seconds(gradient)], comm, local_device)[0]
         ddp_bf16 = predict_ddp(layout.numel, link, backward_ms / 1000, 2, cast_seconds, "ddp, bf16 hook")
-        predictions, copy_seconds, between = [ddp, ddp_bf16], 0.0, workers
+        predictions, copy_seconds, between = [ddp, ddp_bf16], 0.0, comm
         if nodes is not None:
             gradient, copy_seconds = _reduce_within_node(gradient, nodes)
             layout, between = nodes.shard(layout), nodes.inter_node
             link = measure_link(between, local_device)
         for compressor in compressors:
-            if not workers.rank:
+            if not comm.rank:
                 say(f"trying {method_label(compressor)}")
             result = dry_run_compressor(compressor, gradient, layout, between, link)
-            predictions.append(agree_on_prediction(predict_compressor(result, copy_seconds), workers, local_device))
-        if not workers.rank:
+            predictions.append(agree_on_prediction(predict_compressor(result, copy_seconds), comm, local_device))
+        if not comm.rank:
             show(link, predictions, int(parameters), node)
             write_json(json_file, _content(link, predictions, int(parameters), density, backward_ms, node))
     finally:

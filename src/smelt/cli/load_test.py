@@ -14,7 +14,7 @@ from smelt.errors import SmeltError
 from smelt.files import check_writable
 from smelt.loadtest.generator import LoadTest, LoadTestResult, load_test
 from smelt.loadtest.prompts import LengthRange
-from smelt.loadtest.summary import limits_from, plain_timelines, series
+from smelt.loadtest.summary import parse_limits, series, timelines_to_json
 from smelt.measure.machine import machine
 from smelt.progress import progress_bars
 from smelt.report.load_test import latency_rows, render_load, throughput_rows
@@ -57,7 +57,7 @@ def run(
     test = LoadTest(
         url, requests, rate, burstiness, max_concurrency, model, chat, LengthRange.parse(input_length),
         LengthRange.parse(output_length), prompts, ignore_eos, temperature, warmups, timeout, _key(api_key_file), seed,
-        limits_from(slo or []),
+        parse_limits(slo or []),
     )  # fmt: skip
     with progress_bars() as progress:
         result = load_test(test, progress)
@@ -69,7 +69,7 @@ def run(
         "machine": machine(),  # of the client
     }
     _show(result, content["summary"])
-    write_json(json_file, {**content, "requests": plain_timelines(result.timelines)})
+    write_json(json_file, {**content, "requests": timelines_to_json(result.timelines)})
     if report is not None:
         write_page(render_load({**content, "series": series(result.timelines)}), report)
         say(f"{report} was written.")

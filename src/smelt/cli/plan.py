@@ -15,8 +15,8 @@ from smelt.cli.recipes import (
     RecipeOption,
     SeedOverride,
     SetOption,
+    method_settings,
     read_recipe,
-    settings_of,
 )
 from smelt.compression.recipe.plan import CompressionPlan
 from smelt.compression.recipe.plan import plan as make_plan
@@ -37,29 +37,31 @@ def run(
     json_file: JsonOption = None,
     seed: SeedOverride = None,
 ) -> None:
-    made = make_plan(
+    plan = make_plan(
         model,
-        read_recipe(recipe, method=method, settings=settings_of(bits, group_size, parameters), data=data, seed=seed),
+        read_recipe(
+            recipe, method=method, settings=method_settings(bits, group_size, parameters), data=data, seed=seed
+        ),
         out,
     )
-    show(made)
-    write_json(json_file, made.to_json())
-    made.check()
+    show(plan)
+    write_json(json_file, plan.to_json())
+    plan.check()
 
 
-def show(made: CompressionPlan) -> None:
+def show(plan: CompressionPlan) -> None:
     rows = [
-        ["parameters", count(made.parameters)],
-        ["in blocks, before", count(made.block_parameters)],
-        ["in blocks, after (at most)", count(made.block_parameters_after)],
-        ["weights", size(made.bytes)],
-        ["peak memory (estimate)", f"{size(made.peak_memory)} of {size(made.available_memory)} available"],
-        ["disk (estimate)", f"{size(made.disk)} of {size(made.free_disk)} free"],
-        ["time (estimate)", seconds(made.seconds)],
+        ["parameters", count(plan.parameters)],
+        ["in blocks, before", count(plan.block_parameters)],
+        ["in blocks, after (at most)", count(plan.block_parameters_after)],
+        ["weights", size(plan.bytes)],
+        ["peak memory (estimate)", f"{size(plan.peak_memory)} of {size(plan.available_memory)} available"],
+        ["disk (estimate)", f"{size(plan.disk)} of {size(plan.free_disk)} free"],
+        ["time (estimate)", seconds(plan.seconds)],
     ]
-    console.print(table(f"Plan for {made.model}", ["", "estimate"], rows))
+    console.print(table(f"Plan for {plan.model}", ["", "estimate"], rows))
     steps = [
         [step.method, ", ".join(f"{k} {v:g}" for k, v in step.budget.items()), seconds(step.seconds), size(step.memory)]
-        for step in made.steps
+        for step in plan.steps
     ]
     console.print(table("Steps", ["method", "budget", "time", "memory beyond weights"], steps))

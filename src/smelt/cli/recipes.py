@@ -47,7 +47,7 @@ def read_recipe(
     return recipe if seed is None else replace(recipe, seed=seed)
 
 
-def settings_of(bits: float | None, group_size: int | None, others: list[str] | None) -> dict[str, Any]:
+def method_settings(bits: float | None, group_size: int | None, others: list[str] | None) -> dict[str, Any]:
     """Collect the method parameters given on the command line; values are parsed as YAML, like in a recipe."""
     settings: dict[str, Any] = {}
     if bits is not None:

@@ -63,21 +63,21 @@ def run(
         check_writable(report)
     device = init_distributed(train_config.device, train_config.timeout)
     try:
-        workers = Comm()
+        comm = Comm()
         task = build_task(train_config)
         task.network.to(device).train()
-        step = _training_step(task, train_config, workers, device, seed)
+        step = _training_step(task, train_config, comm, device, seed)
         model = (
-            profile_layers(task.network, step, workers, device)
+            profile_layers(task.network, step, comm, device)
             if tflops is None
-            else estimate_layers(task.network, step, 1e12 * tflops, workers, device)
+            else estimate_layers(task.network, step, 1e12 * tflops, comm, device)
         )
-        cluster = _cluster_spec(train_config, memory_gb, workers, device)
+        cluster = _cluster_spec(train_config, memory_gb, comm, device)
         result = search_plan(model, cluster)
         task.network.zero_grad()
-        apply_plan(result.plan, model, task.network, init_device_mesh(device.type, (workers.world_size,)))
+        apply_plan(result.plan, model, task.network, init_device_mesh(device.type, (comm.world_size,)))
         measured = measure_timeline(result.plan, model, task.network, step, device)
-        if not workers.rank:
+        if not comm.rank:
             content = report_content(config.stem, model, cluster, result, measured)
             show(content)
             write_json(json_file, content)
@@ -130,10 +130,10 @@ def _unit_name(layers: list[str]) -> str:
 
 
 def _training_step(
-    task: TrainingTask, config: TrainConfig, workers: Comm, device: torch.device, seed: int
+    task: TrainingTask, config: TrainConfig, comm: Comm, device: torch.device, seed: int
 ) -> Callable[[], None]:
     """Return forward and backward of this rank's first samples, the same each time."""
-    indices = np.arange(workers.rank * config.batch_size, (workers.rank + 1) * config.batch_size) % len(task.train)
+    indices = np.arange(comm.rank * config.batch_size, (comm.rank + 1) * config.batch_size) % len(task.train)
     batch = {name: tensor.to(device) for name, tensor in task.train.batch(indices).items()}
 
     def step() -> None:
@@ -146,13 +146,11 @@ def _training_step(
     return step
 
 
-def _cluster_spec(config: TrainConfig, memory_gb: float | None, workers: Comm, device: torch.device) -> ClusterSpec:
-    all_gather, reduce_scatter = measure_collectives(workers, device)
+def _cluster_spec(config: TrainConfig, memory_gb: float | None, comm: Comm, device: torch.device) -> ClusterSpec:
+    all_gather, reduce_scatter = measure_collectives(comm, device)
     on_gpu = device.type == "cuda"
     memory = float(torch.cuda.get_device_properties(device).total_memory) if on_gpu else math.inf
     if memory_gb is not None:
         memory = 1e9 * memory_gb
     state_factor = _STATE_FACTORS[config.optimizer.name] + (_MOMENTUM_FACTOR if config.optimizer.momentum else 0.0)
-    return ClusterSpec(
-        workers.world_size, all_gather, reduce_scatter, memory, overlap=on_gpu, state_factor=state_factor
-    )
+    return ClusterSpec(comm.world_size, all_gather, reduce_scatter, memory, overlap=on_gpu, state_factor=state_factor)

@@ -48,8 +48,8 @@ async def complete(endpoint: Endpoint, prompt: Prompt, clock: Callable[[], float
                 if reply.status != 200:
                     raise ExchangeError(f"status {reply.status}", error_message(await reply.json()))
                 await _follow(reply, line, clock)
-    except ExchangeError as failed:
-        line.failure, line.detail, line.ended = failed.kind, failed.detail, clock()
+    except ExchangeError as error:
+        line.failure, line.detail, line.ended = error.reason, error.detail, clock()
     except TimeoutError:
         line.failure, line.ended = "timed out", clock()
     return line
@@ -68,14 +68,14 @@ async def _follow(reply: Reply, line: RequestTimeline, clock: Callable[[], float
         choices = data.get("choices")
         if isinstance(choices, list) and choices and isinstance(choices[0], dict):
             if _has_text(choices[0]):
-                line.pieces.append(now)
+                line.chunk_times.append(now)
                 line.ended = now
             elif choices[0].get("finish_reason"):
                 line.ended = now
-    if not line.ended or (not line.pieces and not line.output_tokens):
-        raise ExchangeError("empty answer", "no token came")
-    line.pieces = line.pieces or [line.ended]  # tokens without text
-    line.output_tokens = line.output_tokens or len(line.pieces)  # a server that does not report usage
+    if not line.ended or (not line.chunk_times and not line.output_tokens):
+        raise ExchangeError("empty answer", "no token arrived")
+    line.chunk_times = line.chunk_times or [line.ended]  # tokens without text
+    line.output_tokens = line.output_tokens or len(line.chunk_times)  # a server that does not report usage
 
 
 async def _events(reply: Reply) -> AsyncIterator[dict[str, Any]]:
@@ -113,20 +113,20 @@ def _count(value: Any) -> int:
     return value if type(value) is int and value >= 0 else 0
 
 
-async def ask(address: Address, path: str, content: Any = None, key: str = "") -> tuple[int, Any]:
+async def fetch_json(address: Address, path: str, content: Any = None, key: str = "") -> tuple[int, Any]:
     """Return status and JSON; raise RequestError if the server does not answer."""
     try:
         async with exchange(address, path, content, key) as reply:
             return reply.status, await reply.json()
-    except ExchangeError as failed:
+    except ExchangeError as error:
         raise RequestError(
-            f"{address} does not answer ({failed.kind}: {failed.detail or 'no reason given'})."
+            f"{address} does not answer ({error.reason}: {error.detail or 'no reason given'})."
         ) from None
 
 
 async def find_model(address: Address, name: str | None, key: str = "") -> str:
     """Return the model to use: the one named, if the server has it, otherwise the first it lists."""
-    status, content = await ask(address, "/v1/models", key=key)
+    status, content = await fetch_json(address, "/v1/models", key=key)
     if status in (401, 403):
         raise RequestError(refusal(address, status))
     listed = content.get("data") if status == 200 and isinstance(content, dict) else None
@@ -150,15 +150,15 @@ def refusal(address: Address, status: int, detail: str = "") -> str:
     return f"{address} answered with status {status}{reason}."
 
 
-async def cut_to_tokens(address: Address, model: str, prompts: list[Prompt], key: str = "") -> list[Prompt] | None:
-    """Cut prompts to as many tokens as they have words, if the server has /tokenize as vLLM and Smelt do."""
-    cut = []
+async def truncate_to_tokens(address: Address, model: str, prompts: list[Prompt], key: str = "") -> list[Prompt] | None:
+    """Truncate prompts to as many tokens as they have words, if the server has /tokenize as vLLM and Smelt do."""
+    truncated = []
     for prompt in prompts:
         length = len(str(prompt.content).split())
         content = {"model": model, "prompt": prompt.content, "add_special_tokens": False}
-        status, answer = await ask(address, "/tokenize", content, key)
+        status, answer = await fetch_json(address, "/tokenize", content, key)
         tokens = answer.get("tokens") if status == 200 and isinstance(answer, dict) else None
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens) or len(tokens) < length:
             return None
-        cut.append(replace(prompt, content=tokens[:length]))
-    return cut
+        truncated.append(replace(prompt, content=tokens[:length]))
+    return truncated

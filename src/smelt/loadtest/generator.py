@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from smelt.errors import RequestError
-from smelt.loadtest.client import Endpoint, complete, cut_to_tokens, find_model, refusal
+from smelt.loadtest.client import Endpoint, complete, find_model, refusal, truncate_to_tokens
 from smelt.loadtest.http import Address
-from smelt.loadtest.prompts import LengthRange, Prompt, prompts_from, random_prompts
+from smelt.loadtest.prompts import LengthRange, Prompt, random_prompts, read_prompts
 from smelt.loadtest.summary import Summary, summarize
 from smelt.loadtest.timeline import RequestTimeline
 from smelt.progress import NullProgress, Progress
@@ -110,24 +110,24 @@ async def _prompts(test: LoadTest, endpoint: Endpoint) -> tuple[list[Prompt], st
     """Return the prompts of warmup and run, and the unit of their lengths."""
     count = test.warmups + test.requests
     if test.prompts is not None:
-        return prompts_from(test.prompts, count, test.output, chat=test.chat, seed=test.seed), "prompts of a file"
-    drawn = random_prompts(count, test.input, test.output, test.seed)
+        return read_prompts(test.prompts, count, test.output, chat=test.chat, seed=test.seed), "prompts of a file"
+    prompts = random_prompts(count, test.input, test.output, test.seed)
     if not test.chat:
-        cut = await cut_to_tokens(endpoint.address, endpoint.model, drawn, test.key)
-        if cut is not None:
-            return cut, "tokens"
-    return drawn, "words"
+        truncated = await truncate_to_tokens(endpoint.address, endpoint.model, prompts, test.key)
+        if truncated is not None:
+            return truncated, "tokens"
+    return prompts, "words"
 
 
 async def _warmup(endpoint: Endpoint, prompts: Sequence[Prompt]) -> None:
     for prompt in prompts:
         line = await complete(endpoint, prompt, time.perf_counter)
-        kind, _, status = line.failure.partition(" ")
-        if kind == "status":
+        reason, _, status = line.failure.partition(" ")
+        if reason == "status":
             raise RequestError(refusal(endpoint.address, int(status), line.detail))
         if line.failure:
-            said = f" ({line.detail.rstrip('.')})" if line.detail else ""
-            raise RequestError(f"the first request to {endpoint.address} failed: {line.failure}{said}.")
+            detail = f" ({line.detail.rstrip('.')})" if line.detail else ""
+            raise RequestError(f"the first request to {endpoint.address} failed: {line.failure}{detail}.")
 
 
 async def _send(

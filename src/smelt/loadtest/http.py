@@ -13,16 +13,16 @@ from urllib.parse import urlsplit
 
 from smelt.errors import RequestError
 
-_LIMIT = 2**20  # bytes of a line, a chunk or an answer that is read whole
+_LIMIT = 2**20  # bytes of a line, a chunk or a response that is read at once
 _MAX_HEADERS = 256
 
 
 class ExchangeError(Exception):
-    """A failed request: the kind of failure, and details."""
+    """A failed request: the reason, and details."""
 
-    def __init__(self, kind: str, detail: str = "") -> None:
-        super().__init__(kind, detail)
-        self.kind, self.detail = kind, " ".join(detail.split())[:200]
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, " ".join(detail.split())[:200]
 
 
 @dataclass(frozen=True)

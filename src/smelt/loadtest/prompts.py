@@ -1,4 +1,4 @@
-"""Prompts of a load test: random words of the default text, or rows of a file, drawn by the seed."""
+"""Prompts of a load test: random words of the default text, or rows of a file, chosen by the seed."""
 
 from __future__ import annotations
 
@@ -53,35 +53,35 @@ class Prompt:
 
 
 def random_prompts(count: int, words: LengthRange, output: LengthRange, seed: int = 0) -> list[Prompt]:
-    """Words of the default text, each drawn by itself, so that no two prompts begin alike."""
+    """Draw random words of the default text, so that no two prompts share a prefix."""
     generator = random.Random(f"prompts {seed}")
-    known = load_text("default").joined.split()
+    vocabulary = load_text("default").joined.split()
     return [
-        Prompt(" ".join(generator.choices(known, k=words.draw(generator))), output.draw(generator))
+        Prompt(" ".join(generator.choices(vocabulary, k=words.draw(generator))), output.draw(generator))
         for _ in range(count)
     ]
 
 
-def prompts_from(path: Path, count: int, output: LengthRange, *, chat: bool, seed: int = 0) -> list[Prompt]:
-    """Rows with a `prompt`, or with `messages` for a chat; `max_tokens` in a row says how long its answer may be."""
+def read_prompts(path: Path, count: int, output: LengthRange, *, chat: bool, seed: int = 0) -> list[Prompt]:
+    """Read rows with a `prompt`, or with `messages` for a chat; `max_tokens` in a row limits its answer."""
     generator, rows = random.Random(f"prompts {seed}"), read_rows(path)
     contents = [_from_row(row, f"{path} row {number}", chat) for number, row in enumerate(rows, 1)]
-    drawn: list[Prompt] = []
-    while len(drawn) < count:  # every row once in a random order, then all of them again
-        for content, asked in generator.sample(contents, len(contents)):
-            drawn.append(Prompt(content, asked or output.draw(generator)))
-    return drawn[:count]
+    prompts: list[Prompt] = []
+    while len(prompts) < count:  # every row once in a random order, then all of them again
+        for content, max_tokens in generator.sample(contents, len(contents)):
+            prompts.append(Prompt(content, max_tokens or output.draw(generator)))
+    return prompts[:count]
 
 
 def _from_row(row: dict[str, Any], where: str, chat: bool) -> tuple[str | list[dict[str, Any]], int]:
-    asked = row.get("max_tokens", 0)
-    if type(asked) is not int or not 0 <= asked <= MAX_LENGTH:
-        raise DataError(f"{where} has max_tokens {asked!r:.40}, which is no number of tokens.")
+    max_tokens = row.get("max_tokens", 0)
+    if type(max_tokens) is not int or not 0 <= max_tokens <= MAX_LENGTH:
+        raise DataError(f"{where} has max_tokens {max_tokens!r:.40}, which is not a number of tokens.")
     messages = row.get("messages")
     if chat and isinstance(messages, list) and messages and all(isinstance(entry, dict) for entry in messages):
-        return messages, asked
+        return messages, max_tokens
     prompt = row.get("prompt")
     if not isinstance(prompt, str) or not prompt:
-        wanted = "`messages` (a list of objects) or `prompt` (a text)" if chat else "`prompt` (a text)"
-        raise DataError(f"{where} has no {wanted}.")
-    return prompt, asked
+        required = "`messages` (a list of objects) or `prompt` (a text)" if chat else "`prompt` (a text)"
+        raise DataError(f"{where} has no {required}.")
+    return prompt, max_tokens

@@ -26,7 +26,7 @@ class LatencyStats:
     max: float
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> LatencyStats | None:
+    def from_seconds(cls, seconds: Sequence[float]) -> LatencyStats | None:
         if not seconds:
             return None
         ordered = sorted(1000 * value for value in seconds)
@@ -84,11 +84,11 @@ def summarize(timelines: Sequence[RequestTimeline], limits: Mapping[str, float] 
         total_tokens_per_second=(tokens + inputs) * per_second,
         peak_tokens_per_second=max(tokens_by_second(timelines), default=0.0),
         peak_concurrency=max((count for _, count in concurrency(timelines)), default=0),
-        ttft=LatencyStats.of([line.ttft for line in answered]),
-        tpot=LatencyStats.of([line.tpot for line in answered if line.output_tokens > 1]),
-        itl=LatencyStats.of([gap for line in answered for gap in line.gaps]),
-        e2el=LatencyStats.of([line.latency for line in answered]),
-        late=LatencyStats.of([line.late for line in timelines]),
+        ttft=LatencyStats.from_seconds([line.ttft for line in answered]),
+        tpot=LatencyStats.from_seconds([line.tpot for line in answered if line.output_tokens > 1]),
+        itl=LatencyStats.from_seconds([gap for line in answered for gap in line.gaps]),
+        e2el=LatencyStats.from_seconds([line.latency for line in answered]),
+        late=LatencyStats.from_seconds([line.late for line in timelines]),
         limits=limits,
         good=good,
         goodput=good * per_second if limits else None,
@@ -114,8 +114,8 @@ def tokens_by_second(timelines: Sequence[RequestTimeline]) -> list[float]:
     start = min((line.sent for line in timelines), default=0.0)
     bins: Counter[int] = Counter()
     for line in timelines:
-        for piece in line.pieces if line.output_tokens else ():
-            bins[int(piece - start)] += line.output_tokens / len(line.pieces)  # type: ignore[assignment]
+        for chunk_time in line.chunk_times if line.output_tokens else ():
+            bins[int(chunk_time - start)] += line.output_tokens / len(line.chunk_times)  # type: ignore[assignment]
     return [float(bins[second]) for second in range(max(bins, default=-1) + 1)]
 
 
@@ -129,7 +129,7 @@ def concurrency(timelines: Sequence[RequestTimeline]) -> list[tuple[float, int]]
     return points
 
 
-def limits_from(words: Sequence[str]) -> dict[str, float]:
+def parse_limits(words: Sequence[str]) -> dict[str, float]:
     """Parse `ttft=500` to {"ttft": 500.0}."""
     limits = {}
     for word in words:
@@ -165,13 +165,13 @@ def series(timelines: Sequence[RequestTimeline]) -> dict[str, Any]:
     }
 
 
-def plain_timelines(timelines: Sequence[RequestTimeline]) -> list[dict[str, Any]]:
+def timelines_to_json(timelines: Sequence[RequestTimeline]) -> list[dict[str, Any]]:
     """Return one object per request, times in milliseconds: enough to recompute every figure."""
     return [
         {
             "due": round(1000 * line.due, 3), "sent": round(1000 * line.sent, 3), "ended": round(1000 * line.ended, 3),
             "input_tokens": line.input_tokens, "output_tokens": line.output_tokens, "failure": line.failure,
-            "pieces": [round(1000 * piece, 3) for piece in line.pieces],
+            "pieces": [round(1000 * chunk_time, 3) for chunk_time in line.chunk_times],
         }
         for line in timelines
     ]  # fmt: skip

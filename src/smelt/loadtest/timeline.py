@@ -18,7 +18,7 @@ class RequestTimeline:
 
     due: float = 0.0  # scheduled send time
     sent: float = 0.0
-    pieces: list[float] = field(default_factory=list)  # arrival times of text
+    chunk_times: list[float] = field(default_factory=list)  # arrival times of text
     ended: float = 0.0  # end of the answer, or failure
     input_tokens: int = 0
     output_tokens: int = 0
@@ -27,7 +27,7 @@ class RequestTimeline:
 
     @property
     def ttft(self) -> float:
-        return self.pieces[0] - self.sent
+        return self.chunk_times[0] - self.sent
 
     @property
     def latency(self) -> float:
@@ -35,7 +35,7 @@ class RequestTimeline:
 
     @property
     def gaps(self) -> list[float]:
-        return [later - earlier for earlier, later in pairwise(self.pieces)]
+        return [later - earlier for earlier, later in pairwise(self.chunk_times)]
 
     @property
     def tpot(self) -> float:

@@ -31,8 +31,8 @@ from smelt.train.trainer.distributed import LostWorkerError, backend_for, print_
 from smelt.train.trainer.entrypoint import (
     ResumeHint,
     build_parser,
-    exit_code_of,
     exit_process,
+    run_and_report,
     run_folder_path,
     run_worker,
 )
@@ -40,7 +40,7 @@ from smelt.train.trainer.run_folder import RunFolder, format_log_entry
 
 _RAY_ENV = {"RAY_TRAIN_METRICS_ENABLED": "0"}
 _LOCAL_RAY_ENV = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}  # for machines that a cloud takes back
-_POLL_SECONDS = 5.0  # between two looks at a run's log
+_POLL_SECONDS = 5.0  # between two reads of a run's log
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     out = run_folder_path(args.config, args.out)
     options = {key: value for key, value in vars(args).items() if key not in ("config", "debug")}
     try:
-        code = exit_code_of(lambda: _run(args.config, options), args.debug)
+        code = run_and_report(lambda: _run(args.config, options), args.debug)
     except (KeyboardInterrupt, SystemExit) as stop:  # Ray turns SIGTERM into the latter
         print_error(f"stopped; {_resume_hint(out)}")
         code = 128 + (signal.SIGINT if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM)
@@ -190,7 +190,7 @@ def _fit(args: _WorkerArgs, workers: int, restarts: int) -> None:
     try:
         _print_progress(thread.submit(trainer.fit), RunFolder(args.out), args.config.steps)
     except train.TrainingFailedError as error:
-        raise _cause_of(error, args.out) from error
+        raise _find_cause(error, args.out) from error
     finally:
         thread.shutdown(wait=False)
         shutil.rmtree(ray_folder, ignore_errors=True)
@@ -225,7 +225,7 @@ def _ray_device() -> torch.device:
 
 
 def _stop_on_refusal() -> Any:
-    """Return a callback that ends the run when it was refused: a restart only helps when a worker is gone."""
+    """Return a callback that ends the run when it was refused: a restart only helps when a worker has ended."""
     from ray.train import UserCallback
 
     class StopOnRefusal(UserCallback):
@@ -243,7 +243,7 @@ def _refusal(failures: Iterable[Exception]) -> SmeltError | None:
     return min(refusals, key=lambda error: "another rank" in str(error), default=None)
 
 
-def _cause_of(error: Exception, out: Path) -> Exception:
+def _find_cause(error: Exception, out: Path) -> Exception:
     """Return the Smelt error inside a Ray error, or the exception that is a bug."""
     failures = getattr(error, "worker_failures", None)
     if failures is None:  # an error of Ray's controller, which also gets the refusals

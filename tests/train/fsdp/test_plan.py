@@ -77,8 +77,8 @@ def test_backward_waits_for_the_previous_reduce_scatter() -> None:
     slow = ClusterSpec(2, AlphaBeta(0, 0), AlphaBeta(0, 6 / MB), 1e12)
     result = predict_timeline(model_of(3, forward=0.0, backward=1.0), one_each(3, reshard_after_forward=False), slow)
     starts = {
-        event_kind: [rank_result.start for rank_result in result.events if rank_result.kind == event_kind]
-        for event_kind in ("backward", "reduce-scatter")
+        op: [rank_result.start for rank_result in result.events if rank_result.op == op]
+        for op in ("backward", "reduce-scatter")
     }
     assert starts == {"backward": [0.0, 1.0, 4.0], "reduce-scatter": [1.0, 4.0, 7.0]}
     assert result.seconds == 10.0

@@ -14,7 +14,7 @@ import pytest
 
 import smelt
 from smelt.errors import ResourceError
-from smelt.train.trainer.distributed import interface_of, route_source, select_network_interface
+from smelt.train.trainer.distributed import find_interface, route_source, select_network_interface
 
 LOOPBACK = ipaddress.ip_address("127.0.0.1")
 
@@ -31,15 +31,15 @@ def env(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def loopback_interface() -> str:
-    name = interface_of(LOOPBACK)
+    name = find_interface(LOOPBACK)
     assert name in {name for _, name in socket.if_nameindex()}
     assert name is not None
     return name
 
 
 def test_interface_of_an_address_and_source_of_a_route() -> None:
-    assert interface_of(ipaddress.ip_address("127.0.1.1")) == loopback_interface()
-    assert interface_of(ipaddress.ip_address("192.0.2.1")) is None  # reserved for documentation: unreachable
+    assert find_interface(ipaddress.ip_address("127.0.1.1")) == loopback_interface()
+    assert find_interface(ipaddress.ip_address("192.0.2.1")) is None  # reserved for documentation: unreachable
     assert route_source(ipaddress.ip_address("127.0.0.5")).is_loopback
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 import smelt
 from smelt.errors import DataError, ResourceError
 from smelt.train import on_ray
-from smelt.train.on_ray import _cause_of
+from smelt.train.on_ray import _find_cause
 from smelt.train.trainer.distributed import LostWorkerError
 from smelt.train.trainer.run_folder import RunFolder
 from tests.train.trainer.runs import commanded, language, trained, write_config
@@ -185,7 +185,7 @@ def test_of_several_errors_the_cause_is_reported(
 ) -> None:
     from ray.train import WorkerGroupError
 
-    message = _cause_of(WorkerGroupError("all of them", dict(enumerate(failures))), tmp_path)
+    message = _find_cause(WorkerGroupError("all of them", dict(enumerate(failures))), tmp_path)
     assert type(message) is kind and sentence in str(message)
 
 

@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from smelt.train.fsdp.timeline import BACKWARD, FORWARD
 
-Callback = Callable[[str, bool], None]  # the kind of event, and whether it begins
+Callback = Callable[[str, bool], None]  # the operation, and whether it begins
 
 
 def add_hooks(modules: Sequence[nn.Module], callback: Callback) -> list[RemovableHandle]:

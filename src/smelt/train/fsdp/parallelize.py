@@ -16,18 +16,20 @@ def apply_plan(plan: ShardingPlan, model: ModelProfile, network: nn.Module, mesh
     """Shard a network over the ranks of a mesh, in place."""
     if any(isinstance(module, FSDPModule) for module in network.modules()):
         raise ConfigError("fully_shard was applied to this network before; pass a network that is not sharded.")
-    unit_modules = modules_of_units(plan, model, network)
+    unit_modules = find_unit_modules(plan, model, network)
     for unit, modules in zip(plan.units, unit_modules, strict=True):
         target = modules if len(modules) > 1 else modules[0]
         fully_shard(target, mesh=mesh, reshard_after_forward=unit.reshard_after_forward)
     fully_shard(network, mesh=mesh, reshard_after_forward=False)
     roots = [network] if model.root.bytes else []
     _set_prefetch(
-        [cast(FSDPModule, module) for module in (*roots, *(modules[0] for modules in unit_modules))], plan, len(roots)
+        [cast(FSDPModule, module) for module in (*roots, *(modules[0] for modules in unit_modules))],
+        plan,
+        len(roots),
     )
 
 
-def modules_of_units(plan: ShardingPlan, model: ModelProfile, network: nn.Module) -> list[list[nn.Module]]:
+def find_unit_modules(plan: ShardingPlan, model: ModelProfile, network: nn.Module) -> list[list[nn.Module]]:
     """Return the modules of each unit of a plan."""
     modules = dict(network.named_modules())
     for layer in model.layers:

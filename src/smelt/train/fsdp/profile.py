@@ -33,7 +33,7 @@ _COLLECTIVE_REPEATS = 7
 _Times = dict[tuple[str, str], float]  # (layer, forward or backward) -> seconds
 
 
-def profile_layers(network: nn.Module, step: Callable[[], object], workers: Comm, device: torch.device) -> ModelProfile:
+def profile_layers(network: nn.Module, step: Callable[[], object], comm: Comm, device: torch.device) -> ModelProfile:
     """Measure each layer. `step` runs forward and backward of one batch and must be repeatable."""
     layers = _shardable_layers(network)
     for _ in range(_WARMUP_STEPS):
@@ -42,11 +42,11 @@ def profile_layers(network: nn.Module, step: Callable[[], object], workers: Comm
     times = {key: median(run[key] for run in runs) for key in runs[0]}
     forward_order = [name for name, _ in runs[-1] if name != ROOT_NAME]
     activations = _activation_bytes(layers, step)
-    return _combine(network, layers, list(dict.fromkeys(forward_order)), times, activations, workers, device)
+    return _combine(network, layers, list(dict.fromkeys(forward_order)), times, activations, comm, device)
 
 
 def estimate_layers(
-    network: nn.Module, step: Callable[[], object], flops_per_second: float, workers: Comm, device: torch.device
+    network: nn.Module, step: Callable[[], object], flops_per_second: float, comm: Comm, device: torch.device
 ) -> ModelProfile:
     """Estimate each layer's time from its FLOPs, two thirds of a step being backward.
 
@@ -70,34 +70,32 @@ def estimate_layers(
     seconds[ROOT_NAME] = max(flops["Global"] / flops_per_second - sum(seconds.values()), 0.0)
     times = {(name, FORWARD): layer_seconds / 3 for name, layer_seconds in seconds.items()}
     times |= {(name, BACKWARD): 2 * layer_seconds / 3 for name, layer_seconds in seconds.items()}
-    return _combine(network, layers, list(forward_order), times, _activation_bytes(layers, step), workers, device)
+    return _combine(network, layers, list(forward_order), times, _activation_bytes(layers, step), comm, device)
 
 
-def measure_collectives(workers: Comm, device: torch.device) -> tuple[AlphaBeta, AlphaBeta]:
+def measure_collectives(comm: Comm, device: torch.device) -> tuple[AlphaBeta, AlphaBeta]:
     """Measure all-gather and reduce-scatter; all ranks call it together and get the same result."""
-    others = workers.world_size - 1
+    others = comm.world_size - 1
     if not others:
         raise ConfigError("a single rank has no link to measure; start several with torchrun.")
     return (
-        _fit_collective(lambda rows: workers.all_gather(rows[0], "link"), others, workers, device),
-        _fit_collective(lambda rows: workers.reduce_scatter(rows, "link"), others, workers, device),
+        _fit_collective(lambda rows: comm.all_gather(rows[0], "link"), others, comm, device),
+        _fit_collective(lambda rows: comm.reduce_scatter(rows, "link"), others, comm, device),
     )
 
 
-def _fit_collective(
-    collective: Callable[[Tensor], Tensor], others: int, workers: Comm, device: torch.device
-) -> AlphaBeta:
+def _fit_collective(collective: Callable[[Tensor], Tensor], others: int, comm: Comm, device: torch.device) -> AlphaBeta:
     received, seconds = [], []
     for size in _COLLECTIVE_SIZES:
-        rows = torch.zeros(workers.world_size, max(size // 4 // workers.world_size, 1), device=device)
+        rows = torch.zeros(comm.world_size, max(size // 4 // comm.world_size, 1), device=device)
         times = []
         for _ in range(_COLLECTIVE_REPEATS + 1):  # the first opens connections and is not counted
-            workers.all_gather(torch.zeros(1, device=device), "agreement")  # start together
+            comm.all_gather(torch.zeros(1, device=device), "agreement")  # start together
             start = synchronized_time(device)
             collective(rows)
             times.append(synchronized_time(device) - start)
         received.append(others * rows[0].numel() * 4)
-        seconds.append(median(max_over_ranks(times[1:], workers, device)))
+        seconds.append(median(max_over_ranks(times[1:], comm, device)))
     return AlphaBeta(*fit_alpha_beta(received, seconds))
 
 
@@ -118,11 +116,11 @@ def _time_layers(
     begins: dict[tuple[str, str], Timestamp] = {}
     ends: dict[tuple[str, str], Timestamp] = {}
 
-    def on_event(name: str, kind: str, is_begin: bool) -> None:
+    def on_event(name: str, op: str, is_begin: bool) -> None:
         if is_begin:
-            begins.setdefault((name, kind), clock.now())
+            begins.setdefault((name, op), clock.now())
         else:
-            ends[name, kind] = clock.now()
+            ends[name, op] = clock.now()
 
     handles = []
     for name, layer in (*layers.items(), (ROOT_NAME, network)):
@@ -137,9 +135,9 @@ def _time_layers(
         handle.remove()
     synchronized_time(device)
     times = {key: clock.seconds(ends[key]) - clock.seconds(begin) for key, begin in begins.items() if key in ends}
-    for kind in (FORWARD, BACKWARD):
-        in_layers = sum(seconds for (name, key), seconds in times.items() if key == kind and name != ROOT_NAME)
-        times[ROOT_NAME, kind] = max(times.get((ROOT_NAME, kind), 0.0) - in_layers, 0.0)
+    for op in (FORWARD, BACKWARD):
+        in_layers = sum(seconds for (name, key), seconds in times.items() if key == op and name != ROOT_NAME)
+        times[ROOT_NAME, op] = max(times.get((ROOT_NAME, op), 0.0) - in_layers, 0.0)
     return times
 
 
@@ -151,12 +149,12 @@ def _activation_bytes(layers: dict[str, nn.Module], step: Callable[[], object]) 
     """Count the bytes that each layer's forward saves for backward, parameters excluded."""
     sizes: Counter[str] = Counter()
     active: list[str] = [ROOT_NAME]
-    seen = {parameter.untyped_storage().data_ptr() for layer in layers.values() for parameter in layer.parameters()}
+    counted = {parameter.untyped_storage().data_ptr() for layer in layers.values() for parameter in layer.parameters()}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
+        if storage.data_ptr() not in counted:
+            counted.add(storage.data_ptr())
             sizes[active[-1]] += storage.nbytes()
         return tensor
 
@@ -177,14 +175,14 @@ def _combine(
     forward_order: list[str],
     times: _Times,
     activations: Counter[str],
-    workers: Comm,
+    comm: Comm,
     device: torch.device,
 ) -> ModelProfile:
     """Make the profile from the largest numbers of all ranks."""
     names = [*forward_order, ROOT_NAME]
     local: defaultdict[tuple[str, str], float] = defaultdict(float, times)
     rows = [[local[name, FORWARD], local[name, BACKWARD], float(activations[name])] for name in names]
-    largest = max_over_ranks([number for row in rows for number in row], workers, device)
+    largest = max_over_ranks([number for row in rows for number in row], comm, device)
     sizes = {name: _parameter_bytes(layers[name]) for name in forward_order}
     sizes[ROOT_NAME] = _parameter_bytes(network) - sum(sizes.values())
     *profiles, root = (

@@ -26,7 +26,7 @@ COMPUTE = (FORWARD, BACKWARD)
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    kind: str
+    op: str
     unit: int
     start: float  # seconds from the start of the step
     end: float
@@ -49,7 +49,7 @@ class StepTimeline:
 
     @property
     def compute_seconds(self) -> float:
-        return sum(event.seconds for event in self.events if event.kind in COMPUTE)
+        return sum(event.seconds for event in self.events if event.op in COMPUTE)
 
     @property
     def exposed_seconds(self) -> float:
@@ -58,14 +58,14 @@ class StepTimeline:
 
     @property
     def order(self) -> list[tuple[str, int]]:
-        return [(event.kind, event.unit) for event in self.events]
+        return [(event.op, event.unit) for event in self.events]
 
     def to_json(self) -> dict[str, Any]:
         return {
             "seconds": self.seconds,
             "exposed_seconds": self.exposed_seconds,
             "peak_memory": self.peak_memory,
-            "events": [[event.kind, event.unit, event.start, event.end] for event in self.events],
+            "events": [[event.op, event.unit, event.start, event.end] for event in self.events],
         }
 
 
@@ -147,21 +147,21 @@ class _StepSimulator:
         _, self._reduce_scatter_end = self._communicate(REDUCE_SCATTER, unit, seconds)
         self._allocate(self._gradients_since.pop(unit), self._reduce_scatter_end, self._bytes[unit])
 
-    def _communicate(self, kind: str, unit: int, seconds: float) -> tuple[float, float]:
+    def _communicate(self, op: str, unit: int, seconds: float) -> tuple[float, float]:
         start = max(self._compute_end, self._collective_end)
         self._collective_end = start + seconds
         if not self._cluster.overlap:
             self._compute_end = self._collective_end
-        self._events.append(TimelineEvent(kind, unit, start, self._collective_end))
+        self._events.append(TimelineEvent(op, unit, start, self._collective_end))
         return start, self._collective_end
 
-    def _compute(self, kind: str, unit: int) -> None:
-        seconds = self._forward[unit] if kind == FORWARD else self._backward[unit]
+    def _compute(self, op: str, unit: int) -> None:
+        seconds = self._forward[unit] if op == FORWARD else self._backward[unit]
         if unit == ROOT and not seconds:
             return
         start, self._compute_end = self._compute_end, self._compute_end + seconds
-        self._events.append(TimelineEvent(kind, unit, start, self._compute_end))
-        if kind == FORWARD:
+        self._events.append(TimelineEvent(op, unit, start, self._compute_end))
+        if op == FORWARD:
             self._activations_since[unit] = start
         else:
             self._allocate(self._activations_since.pop(unit, start), self._compute_end, self._activations[unit])

@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from smelt.errors import ConfigError
 from smelt.train.fsdp.hooks import Callback, add_hooks
-from smelt.train.fsdp.parallelize import modules_of_units
+from smelt.train.fsdp.parallelize import find_unit_modules
 from smelt.train.fsdp.plan import ModelProfile, ShardingPlan
 from smelt.train.fsdp.timeline import ALL_GATHER, COMPUTE, FORWARD, REDUCE_SCATTER, ROOT, StepTimeline, TimelineEvent
 from smelt.train.timing import DeviceClock, Timestamp
@@ -46,13 +46,13 @@ class _StepTracer:
 
     def __init__(self, plan: ShardingPlan, model: ModelProfile, network: FSDPModule, device: torch.device) -> None:
         self._device = device
-        units = dict(enumerate(modules_of_units(plan, model, cast(nn.Module, network))))
+        units = dict(enumerate(find_unit_modules(plan, model, cast(nn.Module, network))))
         self._units: dict[int, list[nn.Module]] = {ROOT: [cast(nn.Module, network)], **units}
         self._last_unit = len(units) - 1
         self._open: list[tuple[str, int]] = []  # compute events that have begun
         self._begins: dict[int, Timestamp] = {}  # by event index
         self._ends: dict[int, Timestamp] = {}
-        self._issued: list[tuple[str, int]] = []  # kind and unit of each event
+        self._issued: list[tuple[str, int]] = []  # operation and unit of each event
 
     def trace(self, step: Callable[[], object]) -> StepTimeline:
         handles = []
@@ -78,49 +78,49 @@ class _StepTracer:
         peak = float(torch.cuda.max_memory_allocated(self._device)) if on_gpu else None
         return StepTimeline(tuple(self._events()), peak)
 
-    def _on_event(self, unit: int, kind: str, is_begin: bool) -> None:
-        if unit == ROOT and kind == FORWARD:  # begins where the last unit ends
+    def _on_event(self, unit: int, op: str, is_begin: bool) -> None:
+        if unit == ROOT and op == FORWARD:  # begins where the last unit ends
             if not is_begin:
                 self._forward_end = self._clock.now()
             return
         if is_begin:
-            self._begin(unit, kind)
+            self._begin(unit, op)
         else:
-            self._end(unit, kind)
+            self._end(unit, op)
 
-    def _begin(self, unit: int, kind: str) -> None:
-        if kind in COMPUTE and (kind, unit) in self._issued:
+    def _begin(self, unit: int, op: str) -> None:
+        if op in COMPUTE and (op, unit) in self._issued:
             return  # another of its outputs
         self._close()
         self._begins[len(self._issued)] = self._clock.now()
-        self._issued.append((kind, unit))
-        if kind in COMPUTE:
-            self._open.append((kind, unit))
+        self._issued.append((op, unit))
+        if op in COMPUTE:
+            self._open.append((op, unit))
 
-    def _end(self, unit: int, kind: str) -> None:
-        if (kind, unit) in self._open or kind not in COMPUTE:
-            index = len(self._issued) - 1 - self._issued[::-1].index((kind, unit))
+    def _end(self, unit: int, op: str) -> None:
+        if (op, unit) in self._open or op not in COMPUTE:
+            index = len(self._issued) - 1 - self._issued[::-1].index((op, unit))
             self._ends[index] = self._clock.now()
 
     def _close(self) -> None:
         """End the open compute events, at the latest when another event begins."""
-        for kind, unit in self._open:
-            index = self._issued.index((kind, unit))
+        for op, unit in self._open:
+            index = self._issued.index((op, unit))
             self._ends.setdefault(index, self._clock.now())
         self._open.clear()
 
     def _events(self) -> Sequence[TimelineEvent]:
         seconds = self._clock.seconds
         events = []
-        for index, (kind, unit) in enumerate(self._issued):
-            events.append(TimelineEvent(kind, unit, seconds(self._begins[index]), seconds(self._ends[index])))
-            if (kind, unit) == (FORWARD, self._last_unit):
+        for index, (op, unit) in enumerate(self._issued):
+            events.append(TimelineEvent(op, unit, seconds(self._begins[index]), seconds(self._ends[index])))
+            if (op, unit) == (FORWARD, self._last_unit):
                 events.append(TimelineEvent(FORWARD, ROOT, events[-1].end, seconds(self._forward_end)))
         zero = min(event.start for event in events)
-        return [TimelineEvent(event.kind, event.unit, event.start - zero, event.end - zero) for event in events]
+        return [TimelineEvent(event.op, event.unit, event.start - zero, event.end - zero) for event in events]
 
 
-def _ignore(kind: str, is_begin: bool) -> None:
+def _ignore(op: str, is_begin: bool) -> None:
     """Trace nothing."""
 
 

@@ -88,7 +88,7 @@ def load(compression: GradientCompression, folder: Path, *, resplit: bool = Fals
     for index, reducer in enumerate(compression.reducers):
         parts = [tensors[index] for tensors in per_rank]
         changed = _world_size_changed(metadata, compression)
-        reducer.restore(_redistributed(parts, reducer) if changed else parts[0])
+        reducer.restore(_redistribute(parts, reducer) if changed else parts[0])
 
 
 class CompressionState:
@@ -116,7 +116,7 @@ class CompressionState:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Resume from the state of a checkpoint."""
         identity = state[f"{self._prefix}.{_IDENTITY}"].cpu()
-        if not any(torch.equal(identity, known) for known in (self._identity(), self._old_identity())):
+        if not any(torch.equal(identity, accepted) for accepted in (self._identity(), self._old_identity())):
             raise ConfigError(
                 "the checkpoint was written with another compressor, other settings or another world size; resume "
                 "with the same, or leave its gradients out."
@@ -141,8 +141,8 @@ class CompressionState:
         """The same as version 0.1 wrote it."""
         identity = compression_identity(self._compression)
         settings = identity["settings"]
-        forms = {new: old for old, new in OLD_ERROR_FEEDBACK.items()}
-        settings["error_feedback"] = forms[settings["error_feedback"]]
+        old_values = {new: old for old, new in OLD_ERROR_FEEDBACK.items()}
+        settings["error_feedback"] = old_values[settings["error_feedback"]]
         return self._hash(
             {
                 "compressor": _old_names(type(self._compression.compressor), identity["compressor"]),
@@ -205,19 +205,19 @@ def _read_metadata(folder: Path) -> dict[str, Any]:
         raise DataError(f"{folder / METADATA} cannot be read ({error}); pass a folder that a run has saved.") from error
     if not isinstance(metadata, dict):
         return {}
-    return _upgraded(metadata) if metadata.get("format") == 1 else metadata
+    return _upgrade_metadata(metadata) if metadata.get("format") == 1 else metadata
 
 
-def _upgraded(metadata: dict[str, Any]) -> dict[str, Any]:
+def _upgrade_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
     """Convert the metadata of format 1, which version 0.1 wrote."""
     compressor, settings = dict(metadata.get("compressor", {})), dict(metadata.get("settings", {}))
-    kinds: dict[str, type[Compressor]] = {**COMPRESSORS, Dense.name: Dense}
-    kind = kinds.get(compressor.get("name", ""))
-    if kind is not None:
-        compressor = _current_names(kind, compressor)
+    classes: dict[str, type[Compressor]] = {**COMPRESSORS, Dense.name: Dense}
+    cls = classes.get(compressor.get("name", ""))
+    if cls is not None:
+        compressor = _current_names(cls, compressor)
     settings = _current_names(CompressionSettings, settings)
-    form = settings.get("error_feedback")
-    settings["error_feedback"] = OLD_ERROR_FEEDBACK.get(form, form) if isinstance(form, str) else form
+    old = settings.get("error_feedback")
+    settings["error_feedback"] = OLD_ERROR_FEEDBACK.get(old, old) if isinstance(old, str) else old
     return {
         "format": _FORMAT,
         "world_size": metadata.get("workers"),
@@ -228,13 +228,13 @@ def _upgraded(metadata: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _current_names(kind: type, values: dict[str, Any]) -> dict[str, Any]:
-    renamed = renamed_keys(kind)
+def _current_names(cls: type, values: dict[str, Any]) -> dict[str, Any]:
+    renamed = renamed_keys(cls)
     return {renamed.get(key, key): value for key, value in values.items()}
 
 
-def _old_names(kind: type, values: dict[str, Any]) -> dict[str, Any]:
-    renamed = {new: old for old, new in renamed_keys(kind).items()}
+def _old_names(cls: type, values: dict[str, Any]) -> dict[str, Any]:
+    renamed = {new: old for old, new in renamed_keys(cls).items()}
     return {renamed.get(key, key): value for key, value in values.items()}
 
 
@@ -257,15 +257,15 @@ def _read_tensors(path: Path, compression: GradientCompression) -> list[dict[str
     return per_bucket
 
 
-def _redistributed(parts: list[dict[str, Tensor]], reducer: Reducer) -> dict[str, Tensor]:
+def _redistribute(parts: list[dict[str, Tensor]], reducer: Reducer) -> dict[str, Tensor]:
     """Return what a rank starts with after the states of `len(parts)` ranks."""
-    fresh = {
+    initial = {
         f"state.{key}": value
         for key, value in reducer.compressor.init_state(reducer.layout, reducer.comm.world_size).items()
     }
     kept = {f"state.{key}" for key in reducer.compressor.portable_state}
     tensors = {key: value for key, value in parts[0].items() if not key.startswith(("state.", "check."))}
-    for key, value in fresh.items():
+    for key, value in initial.items():
         elementwise = value.shape == reducer.residual.shape
         tensors[key] = _mean([part[key] for part in parts]) if elementwise or key in kept else value
     tensors["residual"] = _mean([part["residual"] for part in parts])

@@ -93,7 +93,7 @@ class BucketedCompression(GradientCompression):
         ranks_per_node = self.settings.ranks_per_node
         self.nodes = None if ranks_per_node is None else NodeTopology.create(comm, ranks_per_node)
         self.shards = 1 if self.nodes is None else self.nodes.intra_node.world_size
-        learning_rate = None if optimizer is None else _learning_rate_of(optimizer)
+        learning_rate = None if optimizer is None else _learning_rate_getter(optimizer)
         self.buckets = []
         for group in _split_into_buckets(list(parameters), bucket_cap_mb):
             layout, device = BucketLayout.from_tensors(group), group[0][1].device
@@ -233,7 +233,7 @@ def _split_into_buckets(
     yield group
 
 
-def _learning_rate_of(optimizer: torch.optim.Optimizer) -> Callable[[], float]:
+def _learning_rate_getter(optimizer: torch.optim.Optimizer) -> Callable[[], float]:
     def learning_rate() -> float:
         rates = {float(group["lr"]) for group in optimizer.param_groups}
         if len(rates) > 1:

@@ -92,7 +92,7 @@ class AutoHSDPCompression(AutoCompression):
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self._peers = peers
-        self._seen: set[str] = set()  # units whose gradients have come in this step
+        self._reduced_units: set[str] = set()  # names of units, in this step
         shards = [
             (name, torch.empty((1, _shard_numel(parameters)), device=parameters[0].to_local().device))
             for name, _, parameters in units
@@ -107,7 +107,7 @@ class AutoHSDPCompression(AutoCompression):
         return self._peers
 
     def is_last(self, bucket: GradientBucket) -> bool:
-        return len(self._seen) == len(self.buckets)
+        return len(self._reduced_units) == len(self.buckets)
 
     def _reduce(self, name: str, gradient: Tensor) -> None:
         """Replace FSDP's all-reduce; units come in the order of backward, whatever it is."""
@@ -116,15 +116,15 @@ class AutoHSDPCompression(AutoCompression):
             if self.decided:  # no copy is needed any more
                 bucket.reducer.mean(gradient.flatten()).copy_into(0, gradient)
                 return
-            if not self._seen or name in self._seen:  # a step begins; the one before may have left units out
-                self._seen.clear()
+            if not self._reduced_units or name in self._reduced_units:  # a new step; the last may have left units out
+                self._reduced_units.clear()
                 self.begin_step()
-            self._seen.add(name)
+            self._reduced_units.add(name)
             bucket.add(name, gradient.view(1, -1))
             self.reduce_bucket(bucket)
             bucket.write_back(name, gradient)
             if self.is_last(bucket):
-                self._seen.clear()
+                self._reduced_units.clear()
 
 
 class _AllReduceHook:
@@ -155,12 +155,12 @@ def _own_parameters(unit: nn.Module) -> list[DTensor]:
         module = pending.pop()
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad:
-                parameters[_checked(parameter)] = None
+                parameters[_require_sharded(parameter)] = None
         pending += [child for child in module.children() if not isinstance(child, FSDPModule)]
     return list(parameters)
 
 
-def _checked(parameter: nn.Parameter) -> DTensor:
+def _require_sharded(parameter: nn.Parameter) -> DTensor:
     if not isinstance(parameter, DTensor) or len(parameter.placements) != 1:
         raise ConfigError("shard the model over the ranks of one node only: fully_shard with a mesh of one dimension.")
     if not isinstance(parameter.placements[0], Shard) or parameter.placements[0].dim != 0:

@@ -125,7 +125,7 @@ class Reducer:
         self.learning_rate, self.allow_rollback = learning_rate, allow_rollback
         if not layout.numel:
             raise ConfigError("there is no gradient to compress; the model has no trainable parameter.")
-        self.settings.require_compatible(compressor, has_learning_rate=learning_rate is not None)
+        self._check_settings()
         comm.require_equal(str(layout), "model")
         comm.require_equal(f"{compressor} {self.settings}", "gradient compression")
         comm.bytes_received.clear()
@@ -140,6 +140,9 @@ class Reducer:
         self._deferred_status: DeferredStatus | None = None
         self._before: dict[str, Tensor] | None = None  # tensors before the last step
         self._failed = False  # the last step was not finite
+
+    def _check_settings(self) -> None:
+        self.settings.require_compatible(self.compressor, has_learning_rate=self.learning_rate is not None)
 
     @property
     def residual(self) -> Tensor:

@@ -76,17 +76,17 @@ def prepare_folder(folder: Path) -> None:
         shutil.rmtree(incomplete, ignore_errors=True)
 
 
-def save(train_state: TrainState, folder: Path, keep: int, workers: Comm) -> None:
+def save(train_state: TrainState, folder: Path, keep: int, comm: Comm) -> None:
     """Write step-N below `folder`, which all ranks must see; returns when it is complete."""
     target = folder / f"step-{train_state.progress.step}"
     partial = folder / f".{target.name}.partial"
-    is_main = workers.rank == 0
+    is_main = comm.rank == 0
     if is_main:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(target, ignore_errors=True)
-    _barrier(workers)
+    _barrier(comm)
     run_on_all_ranks(
-        workers,
+        comm,
         lambda: _write(train_state, partial, is_main),
         f"another rank could not write its part of {target}.",
     )
@@ -94,19 +94,19 @@ def save(train_state: TrainState, folder: Path, keep: int, workers: Comm) -> Non
         with explain_disk_errors(target):
             partial.rename(target)
             _remove_old(folder, keep)
-    _barrier(workers)
+    _barrier(comm)
 
 
-def load(train_state: TrainState, checkpoint: Path, workers: Comm, *, resplit: bool) -> None:
+def load(train_state: TrainState, checkpoint: Path, comm: Comm, *, resplit: bool) -> None:
     """Restore a run from a checkpoint; `resplit` allows another world size."""
     run_on_all_ranks(
-        workers,
-        lambda: _read(train_state, checkpoint, resplit, workers.world_size),
+        comm,
+        lambda: _read(train_state, checkpoint, resplit, comm.world_size),
         f"another rank could not read {checkpoint}.",
     )
     if train_state.compression is not None:
         gradient_checkpoint.load(train_state.compression, checkpoint / GRADIENTS, resplit=resplit)
-    train_state.progress.world_size = workers.world_size
+    train_state.progress.world_size = comm.world_size
 
 
 def _write(train_state: TrainState, folder: Path, is_main: bool) -> None:
@@ -213,5 +213,5 @@ def _step(checkpoint: Path) -> int:
     return int(match[1])
 
 
-def _barrier(workers: Comm) -> None:
-    workers.all_gather(torch.zeros(1), "agreement")
+def _barrier(comm: Comm) -> None:
+    comm.all_gather(torch.zeros(1), "agreement")

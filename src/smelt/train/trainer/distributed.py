@@ -32,7 +32,7 @@ IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class LostWorkerError(ResourceError):
-    """Another rank is gone; not this one's fault."""
+    """Another rank has ended; not this one's fault."""
 
 
 def backend_for(on_gpu: bool) -> str:
@@ -50,14 +50,14 @@ def init_distributed(device: str, timeout: float) -> torch.device:
     local_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(local_device)
-    backend, patience = backend_for(on_gpu), timedelta(seconds=timeout)
+    backend, group_timeout = backend_for(on_gpu), timedelta(seconds=timeout)
     if "WORLD_SIZE" not in os.environ:
         store = distributed.HashStore()
-        distributed.init_process_group(backend, timeout=patience, store=store, rank=0, world_size=1)
+        distributed.init_process_group(backend, timeout=group_timeout, store=store, rank=0, world_size=1)
         return local_device
     select_network_interface()
     try:
-        distributed.init_process_group(backend, timeout=patience)
+        distributed.init_process_group(backend, timeout=group_timeout)
     except (ValueError, RuntimeError) as error:
         master = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         interface = os.environ.get(_GLOO_INTERFACE)
@@ -89,7 +89,7 @@ def select_network_interface() -> None:
             f"the loopback address {master}, which no other node can reach; start torchrun with --master-addr (or "
             "--local-addr) set to an address of the master that all nodes reach, or correct /etc/hosts."
         )
-    interface = interface_of(route_source(master))
+    interface = find_interface(route_source(master))
     if interface is None:
         return
     os.environ.setdefault(_GLOO_INTERFACE, interface)
@@ -111,7 +111,7 @@ def route_source(address: IPAddress) -> IPAddress:
         return ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
 
 
-def interface_of(address: IPAddress) -> str | None:
+def find_interface(address: IPAddress) -> str | None:
     """Return the name of the network interface with this address; None if it cannot be determined."""
     if address.version == 6:
         with suppress(OSError):

@@ -48,7 +48,7 @@ def build_parser(program: str, description: str) -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     args = build_parser("python -m smelt.train", "Train a model; start it with torchrun.").parse_args(argv)
-    exit_process(exit_code_of(lambda: train(args), args.debug))
+    exit_process(run_and_report(lambda: train(args), args.debug))
 
 
 def train(args: argparse.Namespace) -> None:
@@ -99,7 +99,7 @@ def run_worker(
         distributed.barrier()  # nobody ends before the model is saved
 
 
-def exit_code_of(run: Callable[[], None], debug: bool) -> int:
+def run_and_report(run: Callable[[], None], debug: bool) -> int:
     """Run, and return 0, or after printing an error 2, or 1 if it is a bug."""
     try:
         run()

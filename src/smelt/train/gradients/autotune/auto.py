@@ -123,9 +123,9 @@ class AutoCompression(BucketedCompression):
 
     def record_external_step(self) -> None:
         """Account for a step whose gradients DDP has sent itself."""
-        workers = self.comm.world_size
+        world_size = self.comm.world_size
         for reducer, layout in zip(self._auto_reducers(), self.layouts, strict=True):
-            reducer.record_external_step(2 * (workers - 1) * 4 * layout.numel // workers)
+            reducer.record_external_step(2 * (world_size - 1) * 4 * layout.numel // world_size)
 
     def make_reducer(
         self,
@@ -168,7 +168,7 @@ class AutoCompression(BucketedCompression):
         if measuring:
             self._try_candidates(bucket)
         super().reduce_bucket(bucket)
-        self._timer.reduced(start, last)
+        self._timer.record_reduction(start, last)
         if measuring and last:
             self._decide()
 
@@ -257,14 +257,14 @@ class AutoReducer(Reducer):
         compressor: Compressor,
         candidates: list[Compressor],
         layout: BucketLayout,
-        workers: Comm,
+        comm: Comm,
         settings: CompressionSettings,
         device: torch.device,
         *,
         learning_rate: Callable[[], float] | None,
         allow_rollback: bool,
     ) -> None:
-        own = Comm(workers.group)
+        own = Comm(comm.group)
         without_capacity = replace(settings, fixed_capacity=None)
         super().__init__(compressor, layout, own, without_capacity, device=device, learning_rate=learning_rate)
         self._candidates, self._inner_settings, self._allow_rollback = candidates, settings, allow_rollback
@@ -328,7 +328,7 @@ class AutoReducer(Reducer):
 
 
 def settings_for(compressor: Compressor, settings: CompressionSettings) -> CompressionSettings:
-    """Drop settings that do not apply: dense gradients have no slots."""
+    """Drop settings that do not apply: a dense exchange has no fixed capacity."""
     return replace(settings, fixed_capacity=None) if isinstance(compressor, Dense) else settings
 
 
@@ -350,7 +350,7 @@ class _StepTimer:
         self.steps += 1
         self._first_gradient, self._reduce_seconds = start, 0.0
 
-    def reduced(self, since: float, last: bool) -> None:
+    def record_reduction(self, since: float, last: bool) -> None:
         """Record that a bucket was reduced; `last`: the last one of the step."""
         if last and self.steps > 1:
             self.backward.append(max(since - self._first_gradient - self._reduce_seconds, 0.0))

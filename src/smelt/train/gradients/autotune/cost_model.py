@@ -54,10 +54,10 @@ def predict_compressor(dry_run: DryRunResult, copy_seconds: float = 0.0) -> Cost
     return CostPrediction(dry_run.method, dry_run.bytes, dry_run.calls, dry_run.communication, 0.0, compute)
 
 
-def agree_on_prediction(prediction: CostPrediction, workers: Comm, device: torch.device) -> CostPrediction:
+def agree_on_prediction(prediction: CostPrediction, comm: Comm, device: torch.device) -> CostPrediction:
     """Take the slowest rank's numbers on every rank: with nodes each rank has tried a share of its own."""
     numbers = [prediction.bytes, prediction.communication, prediction.compute]
-    size, communication, compute = max_over_ranks(numbers, workers, device)
+    size, communication, compute = max_over_ranks(numbers, comm, device)
     return replace(prediction, bytes=int(size), communication=communication, compute=compute)
 
 

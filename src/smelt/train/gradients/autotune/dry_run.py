@@ -60,7 +60,7 @@ def dry_run_compressor(
     compressor: Compressor,
     gradient: Tensor,  # [elements]
     layout: BucketLayout,
-    workers: Comm,
+    comm: Comm,
     link: Link,
     settings: CompressionSettings | None = None,
     best_seconds: float = inf,
@@ -69,10 +69,10 @@ def dry_run_compressor(
 
     A method that takes more than twice `best_seconds` in its first step gets no second one.
     """
-    elements, device, barrier = layout.numel, gradient.device, Comm(workers.group)
-    timed = TimedComm(workers.group)
+    elements, device, barrier = layout.numel, gradient.device, Comm(comm.group)
+    timed = TimedComm(comm.group)
     if isinstance(compressor, Dense | GradientEncoder):
-        timed, layout = FakeComm(workers.group), layout.cut(0, min(_SAMPLE_ELEMENTS, elements))
+        timed, layout = FakeComm(comm.group), layout.cut(0, min(_SAMPLE_ELEMENTS, elements))
         gradient = gradient[: layout.numel]
     scale = elements / layout.numel
 
@@ -98,10 +98,10 @@ def dry_run_compressor(
         elapsed = synchronized_time(device) - start
         calls = [replace(call, bytes=int(call.bytes * scale)) for call in timed.calls]
         steps.append(_step_costs(compressor, calls, reducer.traffic.values, elapsed, link))
-        if not index and max_over_ranks([steps[0][2] + steps[0][3] * scale], workers, device)[0] > 2 * best_seconds:
+        if not index and max_over_ranks([steps[0][2] + steps[0][3] * scale], comm, device)[0] > 2 * best_seconds:
             break
     least_compute = min(step[-1] for step in steps)
-    size, count, communication, compute = max_over_ranks([*steps[-1][:-1], least_compute], workers, device)
+    size, count, communication, compute = max_over_ranks([*steps[-1][:-1], least_compute], comm, device)
     return DryRunResult(method_label(compressor), elements, int(size), int(count), communication, compute * scale)
 
 
@@ -132,9 +132,9 @@ def synthetic_layout(parameters: int) -> BucketLayout:
     return BucketLayout(tuple(ParamSlice(f"part {index}", shape, starts[index]) for index, shape in enumerate(shapes)))
 
 
-def synthetic_gradient(layout: BucketLayout, workers: Comm, device: torch.device, seed: int = 0) -> Tensor:
+def synthetic_gradient(layout: BucketLayout, comm: Comm, device: torch.device, seed: int = 0) -> Tensor:
     """Draw a gradient, [elements]: heavy tails and a component that all ranks share; real ones may differ."""
-    common, local = (torch.Generator(device).manual_seed(1009 * seed + stream) for stream in (0, workers.rank + 1))
+    common, local = (torch.Generator(device).manual_seed(1009 * seed + stream) for stream in (0, comm.rank + 1))
     value = torch.randn(layout.numel, generator=local, device=device)
     value.add_(torch.randn(layout.numel, generator=common, device=device), alpha=0.3)
     return value.mul_(torch.empty(layout.numel, device=device).exponential_(generator=local).sqrt_())

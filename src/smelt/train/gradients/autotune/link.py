@@ -70,14 +70,14 @@ class Link:
         return asdict(self)
 
 
-def measure_link(workers: Comm, device: torch.device | str = "cpu", repeats: int = _REPEATS) -> Link:
+def measure_link(comm: Comm, device: torch.device | str = "cpu", repeats: int = _REPEATS) -> Link:
     """Time every collective at several sizes; all ranks of the group must call it together."""
-    if workers.world_size == 1:
+    if comm.world_size == 1:
         raise ConfigError("a single rank has no link to measure; start several with torchrun.")
     device = torch.device(device)
-    timed = TimedComm(workers.group)
+    timed = TimedComm(comm.group)
     fits = {name: _fit_collective(name, timed, device, repeats) for name in COLLECTIVES}
-    return Link(workers.world_size, str(distributed.get_backend(workers.group)), fits)
+    return Link(comm.world_size, str(distributed.get_backend(comm.group)), fits)
 
 
 def fit_alpha_beta(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
@@ -97,13 +97,13 @@ def fit_alpha_beta(sizes: list[int], seconds: list[float]) -> tuple[float, float
     return (alpha, beta) if alpha >= 0 else (0.0, xt / xx)
 
 
-def _fit_collective(collective: str, workers: TimedComm, device: torch.device, repeats: int) -> CollectiveFit:
+def _fit_collective(collective: str, comm: TimedComm, device: torch.device, repeats: int) -> CollectiveFit:
     sizes: list[int] = []
     medians: list[float] = []
     spreads: list[float] = []
     for size in _SIZES:
         factor = _SHORT_FACTOR if size <= _SHORT_BYTES else 1
-        received, seconds = _time_collective(collective, size, workers, device, repeats * factor)
+        received, seconds = _time_collective(collective, size, comm, device, repeats * factor)
         first, middle, third = quantiles(seconds, n=4)
         sizes.append(received)
         medians.append(median(seconds))
@@ -115,32 +115,32 @@ def _fit_collective(collective: str, workers: TimedComm, device: torch.device, r
 
 
 def _time_collective(
-    collective: str, size: int, workers: TimedComm, device: torch.device, repeats: int
+    collective: str, size: int, comm: TimedComm, device: torch.device, repeats: int
 ) -> tuple[int, list[float]]:
     """Return the bytes that arrive, and the seconds of the slowest rank for each repeat."""
-    call = _collective_call(collective, size, workers, device)
+    call = _collective_call(collective, size, comm, device)
     timings = []
     for _ in range(repeats + 1):  # the first opens connections and is not counted
-        workers.all_gather(torch.zeros(1, device=device), "agreement")  # start together
+        comm.all_gather(torch.zeros(1, device=device), "agreement")  # start together
         call()
-        timings.append(workers.calls[-1])
-    return timings[-1].bytes, max_over_ranks([timing.seconds for timing in timings[1:]], workers, device)
+        timings.append(comm.calls[-1])
+    return timings[-1].bytes, max_over_ranks([timing.seconds for timing in timings[1:]], comm, device)
 
 
-def _collective_call(collective: str, size: int, workers: TimedComm, device: torch.device) -> Callable[[], Tensor]:
+def _collective_call(collective: str, size: int, comm: TimedComm, device: torch.device) -> Callable[[], Tensor]:
     """Return a call of the collective that brings about `size` bytes to each rank."""
-    others = workers.world_size - 1
+    others = comm.world_size - 1
     message = {
-        "all-reduce": size * workers.world_size // (2 * others),
+        "all-reduce": size * comm.world_size // (2 * others),
         "all-gather": size // others,
         "broadcast": size,
-        "all-to-all": size * workers.world_size // others,
+        "all-to-all": size * comm.world_size // others,
     }[collective]
-    values = torch.zeros(max(message // 4 // workers.world_size, 1), workers.world_size, device=device).T.contiguous()
+    values = torch.zeros(max(message // 4 // comm.world_size, 1), comm.world_size, device=device).T.contiguous()
     calls: dict[str, Callable[[], Tensor]] = {
-        "all-reduce": lambda: workers.all_reduce(values, "link"),
-        "all-gather": lambda: workers.all_gather(values, "link"),
-        "broadcast": lambda: workers.broadcast(values, 0, "link"),
-        "all-to-all": lambda: workers.all_to_all(values, "link"),
+        "all-reduce": lambda: comm.all_reduce(values, "link"),
+        "all-gather": lambda: comm.all_gather(values, "link"),
+        "broadcast": lambda: comm.broadcast(values, 0, "link"),
+        "all-to-all": lambda: comm.all_to_all(values, "link"),
     }
     return calls[collective]

@@ -73,8 +73,8 @@ class FakeComm(TimedComm):
         received.view(self.world_size, -1).copy_(rows.view(self.world_size, -1)[self.rank])
 
 
-def max_over_ranks(values: list[float], workers: Comm, device: torch.device) -> list[float]:
+def max_over_ranks(values: list[float], comm: Comm, device: torch.device) -> list[float]:
     """Return the largest of all ranks for each value, so that all continue with the same."""
     local = torch.tensor(values, dtype=torch.float64, device=device)
-    largest: list[float] = workers.all_gather(local, "agreement").amax(dim=0).tolist()
+    largest: list[float] = comm.all_gather(local, "agreement").amax(dim=0).tolist()
     return largest

@@ -6,18 +6,16 @@ state belongs to a bucket that never changes, as DDP's do, and can be saved and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-import torch
 import torch.distributed as distributed
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from smelt.config import renamed
 from smelt.errors import ConfigError
-from smelt.train.gradients.comm import Comm
 from smelt.train.gradients.compressor import COMPRESSORS, Compressor
 from smelt.train.gradients.gradient_views import BucketGradient, GradientViews
 from smelt.train.gradients.index_exchange import StatusFlags
@@ -61,25 +59,19 @@ class PowerSGD(Compressor):
 class PowerSGDReducer(Reducer):
     """A reducer that calls PyTorch's PowerSGD hook."""
 
-    def __init__(
-        self,
-        compressor: PowerSGD,
-        layout: BucketLayout,
-        comm: Comm,
-        settings: CompressionSettings | None = None,
-        *,
-        device: torch.device | str = "cpu",
-        learning_rate: Callable[[], float] | None = None,
-        allow_rollback: bool = False,
-    ) -> None:
-        settings = settings or CompressionSettings()
+    compressor: PowerSGD
+
+    def _check_settings(self) -> None:
         if not distributed.is_initialized():
             raise ConfigError("powersgd needs torch.distributed; start the ranks with torchrun.")
-        if settings != CompressionSettings(check_conservation=settings.check_conservation):
+        if self.settings != CompressionSettings(check_conservation=self.settings.check_conservation):
             raise ConfigError("powersgd is PyTorch's own and supports no setting except check_conservation.")
-        super().__init__(compressor, layout, comm, settings, device=device, allow_rollback=allow_rollback)
-        self._hook_state = PowerSGDState(
-            comm.group,
+
+    @cached_property
+    def _hook_state(self) -> PowerSGDState:
+        compressor = self.compressor
+        return PowerSGDState(
+            self.comm.group,
             matrix_approximation_rank=compressor.rank,
             start_powerSGD_iter=compressor.warmup_steps,
             min_compression_rate=compressor.min_compression_rate,

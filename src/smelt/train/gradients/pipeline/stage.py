@@ -71,7 +71,7 @@ def compress_stage(
         raise ConfigError("the replicas of a stage have no node hierarchy; leave ranks_per_node at None.")
     compressor.check_optimizer(optimizer)
     if densities is not None:
-        compressor = _at_density(compressor, densities, stage)
+        compressor = _with_density(compressor, densities, stage)
     settings = settings or CompressionSettings()
     return StageCompression(module, compressor, group, settings, microbatches, dense_parameters, scale_grads)
 
@@ -93,7 +93,7 @@ class StageCompression(GradientCompression):
         self.comm = Comm(group)
         self._divisor = microbatches if scale_grads else 1
         self._parameters = {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
-        _require_known(dense_parameters, self._parameters)
+        _require_parameters(dense_parameters, self._parameters)
         for tensor in (*module.parameters(), *module.buffers()):
             distributed.broadcast(tensor.detach(), group=group, group_src=0)
         own = Comm(new_subgroup(distributed.get_process_group_ranks(group), group))
@@ -196,7 +196,7 @@ def _group_by_layer(module: nn.Module, dense_parameters: Sequence[str]) -> list[
     return groups
 
 
-def _at_density(compressor: Compressor, densities: Sequence[float], stage: int) -> Compressor:
+def _with_density(compressor: Compressor, densities: Sequence[float], stage: int) -> Compressor:
     if not 0 <= stage < len(densities):
         raise ConfigError(f"there is no density for stage {stage}; {len(densities)} were passed.")
     if not isinstance(compressor, Sparsifier):
@@ -205,7 +205,7 @@ def _at_density(compressor: Compressor, densities: Sequence[float], stage: int) 
     return Dense() if densities[stage] == DENSE else with_density
 
 
-def _require_known(names: Sequence[str], parameters: dict[str, nn.Parameter]) -> None:
+def _require_parameters(names: Sequence[str], parameters: dict[str, nn.Parameter]) -> None:
     for name in names:
         if name not in parameters:
             raise ConfigError(f"the stage has no trainable parameter {name!r}; it has {', '.join(parameters)}.")
