@@ -112,7 +112,7 @@ def pruned(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The compressed language model as `smelt compress` wrote it, without repair so that it is worse."""
     recipe = Recipe.parse(llama_recipe(place, repair="none", budget={"parameters": 0.7}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(smelt.compression.recipe.run, "verify", _prove_here)
+        patch.setattr(smelt.compression.recipe.run, "verify", _verify_in_process)
         return smelt.compress(place / "llama", recipe, tmp_path_factory.mktemp("pruned") / "out", speed=False).folder
 
 
@@ -136,11 +136,11 @@ def smelt_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Smelt]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the slow parts that other tests cover: the clean process, and timing the machine for the plan."""
-    monkeypatch.setattr(smelt.compression.recipe.run, "verify", _prove_here)
+    monkeypatch.setattr(smelt.compression.recipe.run, "verify", _verify_in_process)
     monkeypatch.setattr(smelt.compression.recipe.plan, "matrix_speed", lambda: 1e10)
 
 
-def _prove_here(model: Model, folder: Path) -> None:
+def _verify_in_process(model: Model, folder: Path) -> None:
     inputs = probe(model)
     assert torch.equal(outputs(load(folder), inputs), outputs(model, inputs))
 
@@ -216,7 +216,7 @@ def _child(arguments: tuple[str, ...], out: Path, err: Path, moment: Moment | No
     torch.set_num_threads(1)
     smelt.compression.recipe.plan.matrix_speed = lambda: 1e10
     if quick:
-        smelt.compression.recipe.run.verify = _prove_here
+        smelt.compression.recipe.run.verify = _verify_in_process
     if moment is not None:
         _arrange(moment)
     try:
@@ -252,9 +252,9 @@ def resume(out: Path | str) -> list[str]:
     return ["--resume"] if (partial / "run.json").exists() else []
 
 
-def same_bytes(one: Path, two: Path) -> bool:
+def same_bytes(first: Path, second: Path) -> bool:
     """Return whether two artifacts have the same files and bytes, except files with times."""
-    return _contents(one) == _contents(two)
+    return _contents(first) == _contents(second)
 
 
 def _contents(folder: Path) -> dict[str, bytes]:

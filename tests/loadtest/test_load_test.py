@@ -23,7 +23,7 @@ from tests.loadtest.sse_server import SseServer
 SHORT = {"input": LengthRange(5, 5), "output": LengthRange(8, 8)}
 
 
-def measured(server: SseServer, **options: Any) -> LoadTestResult:
+def run_load_test(server: SseServer, **options: Any) -> LoadTestResult:
     return load_test(LoadTest(server.url, **{"requests": 10, "rate": math.inf, **SHORT, **options}))
 
 
@@ -31,7 +31,7 @@ def measured(server: SseServer, **options: Any) -> LoadTestResult:
 def test_times_match_the_server(chat: bool) -> None:
     """A client can only be later than the server, on a busy machine by some milliseconds."""
     with SseServer(first=0.15, gap=0.03) as server:
-        summary = measured(server, chat=chat, limits={"ttft": 400.0, "tpot": 60.0}).summary
+        summary = run_load_test(server, chat=chat, limits={"ttft": 400.0, "tpot": 60.0}).summary
     assert summary.answered == 10 and not summary.failures
     assert summary.ttft and summary.tpot and summary.itl and summary.e2el
     assert 149 <= summary.ttft.p50 < 250, summary.ttft
@@ -45,22 +45,22 @@ def test_times_match_the_server(chat: bool) -> None:
 
 def test_tokens_are_counted_by_usage_or_else_by_chunks() -> None:
     with SseServer(together=4, gap=0.04) as server:
-        result = measured(server)
+        result = run_load_test(server)
         assert result.summary.output_tokens == 80 and all(len(line.chunk_times) == 2 for line in result.timelines)
         assert result.summary.tpot and 5 < result.summary.tpot.p50 < 10  # 40 ms over 7 tokens
         server.usage = False
-        assert measured(server).summary.output_tokens == 20
+        assert run_load_test(server).summary.output_tokens == 20
 
 
 def test_the_loop_is_open() -> None:
     """Requests are sent on schedule even if none has been answered; with a limit they wait in the client."""
     with SseServer(first=0.5) as server:
-        result = measured(server, rate=40.0, seed=5)
+        result = run_load_test(server, rate=40.0, seed=5)
         assert server.most_at_once == 10
         for line in result.timelines:
             assert 0 <= line.late < 0.05
         assert result.timelines[-1].due > 0.05
-        limited = measured(server, rate=40.0, seed=5, max_concurrency=4).timelines
+        limited = run_load_test(server, rate=40.0, seed=5, max_concurrency=4).timelines
     assert [line.due for line in limited] == [line.due for line in result.timelines]
     assert max(line.late for line in limited) > 0.5
     assert all(line.ttft < 0.7 for line in limited)  # which starts when the request is sent
@@ -68,13 +68,13 @@ def test_the_loop_is_open() -> None:
 
 def test_concurrency_is_limited() -> None:
     with SseServer(first=0.05, gap=0.0) as server:
-        assert measured(server, max_concurrency=3, warmups=0).summary.peak_concurrency == 3
+        assert run_load_test(server, max_concurrency=3, warmups=0).summary.peak_concurrency == 3
         assert server.most_at_once == 3
 
 
 def test_request_bodies() -> None:
     with SseServer(first=0, gap=0, tokenizes=True) as server:
-        result = measured(server, requests=3, input=LengthRange(4, 6), warmups=2, seed=9)
+        result = run_load_test(server, requests=3, input=LengthRange(4, 6), warmups=2, seed=9)
         sent = [body["prompt"] for body in server.bodies]
         assert result.settings["input_unit"] == "tokens" and len(sent) == 5
         assert all(isinstance(prompt, list) and 4 <= len(prompt) <= 6 for prompt in sent)
@@ -82,14 +82,14 @@ def test_request_bodies() -> None:
         assert (body["model"], body["max_tokens"], body["ignore_eos"], body["stream"]) == ("tiny", 8, True, True)
         assert body["stream_options"] == {"include_usage": True}
         server.tokenizes, server.bodies = False, []
-        assert measured(server, requests=3, ignore_eos=False, seed=9).settings["input_unit"] == "words"
+        assert run_load_test(server, requests=3, ignore_eos=False, seed=9).settings["input_unit"] == "words"
         assert "ignore_eos" not in server.bodies[0] and len(server.bodies[1]["prompt"].split()) == 5
 
 
 def test_failures_are_counted_by_kind() -> None:
     kinds = {1: "503", 2: "cut", 3: "error", 4: "slow", 5: "429", 6: "429"}
     with SseServer(first=0.01, gap=0.001, fails=lambda number: kinds.get(number - 1, "")) as server:
-        summary = measured(server, seconds=1.0).summary
+        summary = run_load_test(server, seconds=1.0).summary
     assert summary.failures == {
         "status 429": 2, "status 503": 1, "cut off": 1, "error in the stream": 1, "timed out": 1,
     }  # fmt: skip
@@ -99,16 +99,16 @@ def test_failures_are_counted_by_kind() -> None:
 def test_invalid_options_are_one_sentence() -> None:
     with SseServer(first=0, gap=0, key="secret", models=("a", "b")) as server:
         with pytest.raises(RequestError, match=r"requires an API key \(status 401\); pass its file"):
-            measured(server)
+            run_load_test(server)
         with pytest.raises(RequestError, match="has no model 'c'; it has a, b"):
-            measured(server, key="secret", model="c")
-        assert measured(server, key="secret", model="b").settings["model"] == "b"
-        assert "secret" not in str(measured(server, key="secret").settings)
+            run_load_test(server, key="secret", model="c")
+        assert run_load_test(server, key="secret", model="b").settings["model"] == "b"
+        assert "secret" not in str(run_load_test(server, key="secret").settings)
         server.fails = lambda number: "503"
         with pytest.raises(RequestError, match=r"answered with status 503 \(the queue is full\)"):
-            measured(server, key="secret")
+            run_load_test(server, key="secret")
         with pytest.raises(RequestError, match="all 10 requests failed, the first with: status 503"):
-            measured(server, key="secret", warmups=0)
+            run_load_test(server, key="secret", warmups=0)
         url = server.url
     with pytest.raises(RequestError, match="does not answer"):
         load_test(LoadTest(url))

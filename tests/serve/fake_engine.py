@@ -16,6 +16,6 @@ ready = lambda: pipe.send(EngineReady(folder=start.model, max_model_len=64, max_
 """
 
 
-def pretending(script: str) -> tuple[str, ...]:
+def fake_engine_command(script: str) -> tuple[str, ...]:
     """Return the command that runs this script, in which `pipe`, `start`, `state` and `ready()` are defined."""
     return (sys.executable, "-c", _BEGINNING + script)

@@ -146,7 +146,7 @@ def start(model: str | Path, folder: Path, *options: str, host: str = "127.0.0.1
     return Server(process, f"http://127.0.0.1:{match[1]}", log)
 
 
-def pieces(response: httpx.Response) -> list[dict[str, Any]]:
+def read_events(response: httpx.Response) -> list[dict[str, Any]]:
     """Return the events of a stream, without its end marker."""
     import json
 

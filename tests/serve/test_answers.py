@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from smelt.serve.engine.request import Request, RequestId
 from smelt.serve.engine.sampler import sample as sample_tokens
 from smelt.serve.engine.sampling_params import SamplingParams
-from tests.serve.server_process import NAME, Server, language_model, pieces, tokenizer
+from tests.serve.server_process import NAME, Server, language_model, read_events, tokenizer
 
 FEW = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -30,11 +30,11 @@ def http(server: Server) -> Any:
         yield connected
 
 
-def streamed(http: httpx.Client, path: str, body: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def stream_choices(http: httpx.Client, path: str, body: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Assemble the choices of a stream, and return them with the usage."""
     with http.stream("POST", path, json={**body, "stream": True, "stream_options": {"include_usage": True}}) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
-        events = pieces(answer)
+        events = read_events(answer)
     choices: dict[int, dict[str, Any]] = {}
     for event in events[:-1]:
         (part,) = event["choices"]
@@ -109,7 +109,7 @@ def is_tie(body: dict[str, Any], sample: int, first: list[int], second: list[int
 def test_streaming_does_not_change_the_answer(http: httpx.Client, body: dict[str, Any], seed: int) -> None:
     body = {**body, "seed": seed, "return_token_ids": True}
     complete = http.post("/v1/completions", json=body).json()
-    choices, usage = streamed(http, "/v1/completions", body)
+    choices, usage = stream_choices(http, "/v1/completions", body)
     # The second request may run with another batch size and on a cached prompt: its logits differ in their last bits.
     token_pairs = [
         (part["token_ids"], choice["token_ids"]) for part, choice in zip(choices, complete["choices"], strict=True)
@@ -218,12 +218,12 @@ def test_each_salt_has_its_own_prefix_cache(server: Server) -> None:
 def test_chat_streams_every_sample_with_continuous_usage(http: httpx.Client) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "n": 2, "seed": 3, "max_tokens": 8}
     complete = http.post("/v1/chat/completions", json=body).json()
-    choices, usage = streamed(http, "/v1/chat/completions", body)
+    choices, usage = stream_choices(http, "/v1/chat/completions", body)
     assert [choice["text"] for choice in choices] == [choice["message"]["content"] for choice in complete["choices"]]
     assert usage == complete["usage"] | {"prompt_tokens_details": usage["prompt_tokens_details"]}
     options = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
     with http.stream("POST", "/v1/chat/completions", json={**body, **options}) as answer:
-        counts = [event["usage"]["completion_tokens"] for event in pieces(answer)]
+        counts = [event["usage"]["completion_tokens"] for event in read_events(answer)]
     assert counts == sorted(counts) and counts[-1] == usage["completion_tokens"]
 
 

@@ -26,7 +26,7 @@ def chat(**fields: Any) -> tuple[str, Any]:
     return "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 4, **fields}
 
 
-def said(**fields: Any) -> tuple[str, Any]:
+def user_message(**fields: Any) -> tuple[str, Any]:
     return chat(messages=[{"role": "user", **fields}])
 
 
@@ -47,21 +47,23 @@ BAD = {
     "CVE-2025-48944 a bad type in tools": chat(
         tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "x", "pattern": "*"}}}]
     ),
-    "CVE-2025-9141 a tool call that looks like code": said(content=None, tool_calls=[{"function": "__import__('os')"}]),
+    "CVE-2025-9141 a tool call that looks like code": user_message(
+        content=None, tool_calls=[{"function": "__import__('os')"}]
+    ),
     "CVE-2025-61620 a chat template": chat(chat_template="{% for i in range(10**9) %}x{% endfor %}"),
     "CVE-2025-62426 arguments of a chat template": chat(chat_template_kwargs={"tokenize": True}),
     "CVE-2026-5760 an unsandboxed template": chat(chat_template="{{ ''.__class__.__mro__ }}"),
     "CVE-2025-62164 prompt_embeds": completion(prompt_embeds="gAJ9cQAu"),
     "CVE-2025-62164 prompt_embeds without a prompt": ("/v1/completions", {"prompt_embeds": "gAJ9cQAu"}),
     "CVE-2025-62372 vectors for a prompt": completion(prompt=[[0.5, 0.25]]),
-    "CVE-2026-22773 a 1x1 image": said(
+    "CVE-2026-22773 a 1x1 image": user_message(
         content=[{"type": "image_url", "image_url": {"url": "data:image/png;base64,aa"}}]
     ),
-    "#47010 an image bomb": said(content=[{"type": "image_url", "image_url": {"url": "data:," + "A" * 10**6}}]),
-    "#44970 an audio bomb": said(content=[{"type": "input_audio", "input_audio": {"data": "A" * 10**5}}]),
-    "#38636 a video": said(content=[{"type": "video_url", "video_url": {"url": URL}}]),
-    "CVE-2025-6242 a URL inside the network": said(content=[{"type": "image_url", "image_url": {"url": URL}}]),
-    "CVE-2026-24779 a URL read in two ways": said(
+    "#47010 an image bomb": user_message(content=[{"type": "image_url", "image_url": {"url": "data:," + "A" * 10**6}}]),
+    "#44970 an audio bomb": user_message(content=[{"type": "input_audio", "input_audio": {"data": "A" * 10**5}}]),
+    "#38636 a video": user_message(content=[{"type": "video_url", "video_url": {"url": URL}}]),
+    "CVE-2025-6242 a URL inside the network": user_message(content=[{"type": "image_url", "image_url": {"url": URL}}]),
+    "CVE-2026-24779 a URL read in two ways": user_message(
         content=[{"type": "image_url", "image_url": {"url": "http://good\\@evil"}}]
     ),
     "#47007 truncation": completion(truncate_prompt_tokens=-1),
@@ -102,7 +104,7 @@ BAD = {
     "an unknown role": chat(messages=[{"role": SECRET, "content": "x"}]),
     "no messages": chat(messages=[]),
     "a long history": chat(messages=MESSAGES * 3000),
-    "too many parts": said(content=[{"type": "text", "text": "x"}] * 3000),
+    "too many parts": user_message(content=[{"type": "text", "text": "x"}] * 3000),
     "a message that is no object": chat(messages=[SECRET]),
     "no body fields": ("/v1/completions", {}),
     "a list": ("/v1/completions", [SECRET]),
@@ -111,7 +113,7 @@ BAD = {
     "nothing to tokenize": ("/tokenize", {}),
     "embeddings of a language model": ("/v1/embeddings", {"input": SECRET}),
     "a lone surrogate": completion(prompt="\ud800"),
-    "a lone surrogate in a message": said(content="\ud800"),
+    "a lone surrogate in a message": user_message(content="\ud800"),
     "a lone surrogate to stop at": completion(stop="\ud800"),
     "a lone surrogate in a field that is ignored": completion(prompt="", user="\ud800"),
     "a lone surrogate as salt": completion(cache_salt="\udfff"),

@@ -46,7 +46,7 @@ OPTIONS = (
 LONG = {"prompt": "x", "max_tokens": 1900, "ignore_eos": True, "stream": True, "n": 5}  # one at a time: seconds
 
 
-def left_after(processes: list[Any], seconds: float) -> list[str]:
+def still_running(processes: list[Any], seconds: float) -> list[str]:
     """Return the processes that have not ended."""
     _, alive = psutil.wait_procs(processes, timeout=seconds)
     return [" ".join(process.cmdline()) for process in alive if process.status() != psutil.STATUS_ZOMBIE]
@@ -54,7 +54,7 @@ def left_after(processes: list[Any], seconds: float) -> list[str]:
 
 @pytest.fixture(scope="module")
 def cluster(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder, before = tmp_path_factory.mktemp("cluster"), folders_of_ray()
+    folder, before = tmp_path_factory.mktemp("cluster"), ray_folders()
     (folder / "keys").write_text("\n".join(KEYS))
     running = start(model_folder, folder, *OPTIONS, "--api-key-file", str(folder / "keys"), own_session=True)
     processes = []
@@ -66,8 +66,8 @@ def cluster(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         assert len(processes) >= 8
         os.killpg(running.process.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
         assert running.process.wait(30) == 0, running.log.read_text()
-        assert left_after(processes, 5) == []
-        assert folders_of_ray() == before
+        assert still_running(processes, 5) == []
+        assert ray_folders() == before
         log = running.log.read_text()
         assert "Traceback" not in log and "stopped" in log
     finally:
@@ -75,11 +75,11 @@ def cluster(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
             running.process.kill()
 
 
-def folders_of_ray() -> set[Path]:
+def ray_folders() -> set[Path]:
     return set(Path(tempfile.gettempdir()).glob("smelt-ray-*"))
 
 
-def generated(server: Server) -> dict[str, int]:
+def generated_tokens(server: Server) -> dict[str, int]:
     return {name: replica["state"]["generated_tokens"] for name, replica in server.state()["replicas"].items()}
 
 
@@ -90,8 +90,8 @@ def test_both_replicas_answer_like_a_single_engine(cluster: Server, server: Serv
     texts = [answer["choices"][0]["text"] for answer in answers]
     assert texts == [server.complete(prompt, max_tokens=12)["choices"][0]["text"] for prompt in prompts]
     tokens = sum(answer["usage"]["completion_tokens"] for answer in answers)
-    cluster.wait_until(lambda state: sum(generated(cluster).values()) == tokens == state["generated_tokens"])
-    assert len(generated(cluster)) == 2 and all(generated(cluster).values())
+    cluster.wait_until(lambda state: sum(generated_tokens(cluster).values()) == tokens == state["generated_tokens"])
+    assert len(generated_tokens(cluster)) == 2 and all(generated_tokens(cluster).values())
     batched = cluster.complete(prompts, max_tokens=12)  # several prompts of one request may go to different replicas
     assert [choice["text"] for choice in batched["choices"]] == texts
 
@@ -158,10 +158,10 @@ def test_ray_listens_on_loopback_requires_a_token_and_sends_no_usage_reports(clu
     assert control.environ()["RAY_USAGE_STATS_ENABLED"] == "0"
     (port,) = {result.laddr.port for result in control.net_connections() if result.status == psutil.CONN_LISTEN}
     right = control.environ()["RAY_AUTH_TOKEN"]
-    assert [may_enter(port, token) for token in (right, "0" * len(right), "")] == [True, False, False]
+    assert [is_accepted(port, token) for token in (right, "0" * len(right), "")] == [True, False, False]
 
 
-def may_enter(port: int, token: str) -> bool:
+def is_accepted(port: int, token: str) -> bool:
     """Return whether Ray accepts a local client with this token."""
     code = f"from ray._raylet import GcsClient; print(GcsClient(address='127.0.0.1:{port}').internal_kv_keys(b'', b''))"
     auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"}
@@ -170,26 +170,26 @@ def may_enter(port: int, token: str) -> bool:
     return subprocess.run(command, capture_output=True, env=environment, timeout=60, check=False).returncode == 0
 
 
-class Knocking(threading.Thread):
+class RequestLoop(threading.Thread):
     """Request a short answer in a loop."""
 
     def __init__(self, server: Server) -> None:
         super().__init__(daemon=True)
-        self.server, self.found, self.over = server, list[int](), threading.Event()
+        self.server, self.statuses, self.stopped = server, list[int](), threading.Event()
         self.start()
 
     def run(self) -> None:
-        while not self.over.wait(0.05):
+        while not self.stopped.wait(0.05):
             body = {"prompt": "hello", "max_tokens": 2}
-            self.found.append(self.server.post("/v1/completions", body).status_code)
+            self.statuses.append(self.server.post("/v1/completions", body).status_code)
 
     def stop(self, after: int) -> None:
         """Stop after this many answers."""
         until = time.monotonic() + 20
-        while len(self.found) < after:
+        while len(self.statuses) < after:
             assert time.monotonic() < until
             time.sleep(0.05)
-        self.over.set()
+        self.stopped.set()
         self.join(20)
 
 
@@ -204,20 +204,20 @@ def test_a_killed_replica_is_replaced_and_the_others_continue(cluster: Server, v
     state = cluster.wait_until(lambda state: state["running"] == 2)
     name, killed = next(iter(state["replicas"].items()))
     os.kill(killed[victim], signal.SIGKILL)
-    knocking = Knocking(cluster)
+    knocking = RequestLoop(cluster)
     after = cluster.wait_until(lambda now: len(now["replicas"]) == 2 and name not in now["replicas"], 40)
     assert cluster.get("/health").status_code == 200
     for stream in streams:
         stream.join(40)
     knocking.stop(after=4)
-    assert set(knocking.found) == {200}, "no other request was lost"
+    assert set(knocking.statuses) == {200}, "no other request was lost"
     lost = [stream for stream in streams if '"engine_died"' in stream.lines[-2]]
     assert len(lost) == 1 and all(stream.lines[-1] == "data: [DONE]" for stream in streams)
     assert after["restarts"] == before["restarts"] + 1
     assert "died; Ray starts another" in cluster.log.read_text()
     new = next(iter(set(after["replicas"]) - set(before["replicas"])))
     until = time.monotonic() + 20
-    while not generated(cluster)[new]:  # it gets requests
+    while not generated_tokens(cluster)[new]:  # it gets requests
         assert time.monotonic() < until
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda _: cluster.complete("hello", max_tokens=4), range(16)))
@@ -272,7 +272,7 @@ def test_a_running_cluster_is_used_and_left_unchanged(
         (raylet,) = {replica.parent() for replica in replicas}
         ours = [*replicas, *(child for replica in replicas for child in replica.children(recursive=True))]
         assert len(ours) == 4 and running.end(signal.SIGTERM) == 0, running.log.read_text()
-        assert left_after(ours, 5) == []
+        assert still_running(ours, 5) == []
         assert raylet.is_running() and "requires no token" not in running.log.read_text()
     finally:
         if running.process.poll() is None:

@@ -33,7 +33,7 @@ STATE = {"running": 1, "waiting": 0, "blocks": 8, "blocks_used": 2, "steps": 5, 
 DIED = {"died": True}
 
 
-def told(replica: str, *events: list[Any], clock: float = 0.0, **state: int) -> dict[str, Any]:
+def status_reply(replica: str, *events: list[Any], clock: float = 0.0, **state: int) -> dict[str, Any]:
     return {"replica": replica, "now": time.monotonic() + clock, "state": STATE | state, "events": list(events)}
 
 
@@ -90,12 +90,12 @@ class Handle:
         return [state if isinstance(state, Exception) else json.dumps(state) for state in self.there]
 
 
-def client_of(handle: Handle, seen: list[dict[str, int]] | None = None) -> ClusterClient:
+def make_client(handle: Handle, seen: list[dict[str, int]] | None = None) -> ClusterClient:
     observe = None if seen is None else lambda state: seen.append(dict(state))
     client = ClusterClient("none", RayServe(Placement(2)), step_timeout=9, observe=observe)
     client._handle = handle
     client.engine = EngineReady("x", 64, 64, 257, "none", 8, 16, STATE)
-    client._update_replica(told("a"))
+    client._update_replica(status_reply("a"))
     return client
 
 
@@ -103,7 +103,7 @@ def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(work(), 120))
 
 
-async def all_of(client: ClusterClient, n: int = 1) -> list[TokenEvent]:
+async def collect(client: ClusterClient, n: int = 1) -> list[TokenEvent]:
     stream = client.stream([[1, 2]], SamplingParams(n=n))
     received: list[TokenEvent] = []
     try:
@@ -116,8 +116,10 @@ async def all_of(client: ClusterClient, n: int = 1) -> list[TokenEvent]:
 
 def test_a_request_without_any_token_moves_to_another_replica() -> None:
     async def main() -> None:
-        handle = Handle([RuntimeError("gone")], [DIED], [told("b", token(7)), told("b", token(8, "stop"))])
-        assert [event.token for event in await all_of(client_of(handle))] == [7, 8]
+        handle = Handle(
+            [RuntimeError("gone")], [DIED], [status_reply("b", token(7)), status_reply("b", token(8, "stop"))]
+        )
+        assert [event.token for event in await collect(make_client(handle))] == [7, 8]
         assert not handle.scripts and not any(call.cancelled for call in handle.calls)
 
     run(main)
@@ -126,9 +128,9 @@ def test_a_request_without_any_token_moves_to_another_replica() -> None:
 @pytest.mark.parametrize("end", [DIED, RuntimeError("gone")], ids=["engine", "actor"])
 def test_a_started_answer_is_not_restarted(end: Any) -> None:
     async def main() -> None:
-        handle = Handle([told("a", token(7)), end], [told("b", token(7, "stop"))])
+        handle = Handle([status_reply("a", token(7)), end], [status_reply("b", token(7, "stop"))])
         with pytest.raises(WorkerDiedError, match="send it again"):
-            await all_of(client_of(handle))
+            await collect(make_client(handle))
         assert len(handle.calls) == 1
 
     run(main)
@@ -138,12 +140,12 @@ def test_lost_or_rejected_requests_fail_after_the_last_attempt(monkeypatch: pyte
     monkeypatch.setattr(client_file, "RETRY_SECONDS", 0)
 
     async def main() -> None:
-        handle = Handle(*[[DIED]] * MAX_ATTEMPTS, [told("a", token(7, "stop"))])
+        handle = Handle(*[[DIED]] * MAX_ATTEMPTS, [status_reply("a", token(7, "stop"))])
         with pytest.raises(WorkerDiedError):
-            await all_of(client_of(handle))
+            await collect(make_client(handle))
         assert len(handle.calls) == MAX_ATTEMPTS
         with pytest.raises(RequestError, match="too long"):
-            await all_of(client_of(Handle([{"rejected": "too long"}])))
+            await collect(make_client(Handle([{"rejected": "too long"}])))
 
     run(main)
 
@@ -153,8 +155,10 @@ def test_times_are_converted_to_the_local_clock() -> None:
 
     async def main() -> None:
         ahead = 5000.0
-        client = client_of(Handle([told("b", token(7, "stop", started=time.monotonic() + ahead), clock=ahead)]))
-        (event,) = await all_of(client)
+        client = make_client(
+            Handle([status_reply("b", token(7, "stop", started=time.monotonic() + ahead), clock=ahead)])
+        )
+        (event,) = await collect(client)
         assert abs(event.started - time.monotonic()) < ahead / 2
 
     run(main)
@@ -162,12 +166,12 @@ def test_times_are_converted_to_the_local_clock() -> None:
 
 def test_leaving_cancels_and_one_aborted_sample_is_reported_at_the_next_poll() -> None:
     async def main() -> None:
-        handle = Handle([told("a", token(7), token(8, answer=1)), None])
-        client = client_of(handle)
+        handle = Handle([status_reply("a", token(7), token(8, answer=1)), None])
+        client = make_client(handle)
         stream = client.stream([[1, 2]], SamplingParams(n=2))
         assert len(await stream.next()) == 2
         stream.abort(1)
-        handle.there = [told("a")]
+        handle.there = [status_reply("a")]
         await client.poll()
         assert handle.aborted == [("0", 1)]
         stream.close()
@@ -183,15 +187,15 @@ def test_counters_never_decrease_and_gauges_cover_living_replicas(monkeypatch: p
     async def main() -> None:
         states: list[dict[str, int]] = []
         handle = Handle()
-        client = client_of(handle, states)
-        handle.there = [told("a"), told("b", steps=70, running=3)]
+        client = make_client(handle, states)
+        handle.there = [status_reply("a"), status_reply("b", steps=70, running=3)]
         assert await client.poll() == []
         assert (states[-1]["steps"], states[-1]["running"], states[-1]["blocks"]) == (75, 4, 16)
         monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + LOST_SECONDS + 1)
-        handle.there = [told("a", steps=6), RuntimeError("gone")]
+        handle.there = [status_reply("a", steps=6), RuntimeError("gone")]
         assert await client.poll() == ["b"]
         assert (states[-1]["steps"], states[-1]["running"], states[-1]["blocks"]) == (76, 1, 8)
-        handle.there = [told("a", steps=6), told("b", steps=71)]  # it was only slow
+        handle.there = [status_reply("a", steps=6), status_reply("b", steps=71)]  # it was only slow
         await client.poll()
         assert states[-1]["steps"] == 77
         monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + LOST_SECONDS + 1)
@@ -209,9 +213,9 @@ def test_counters_never_decrease_and_gauges_cover_living_replicas(monkeypatch: p
 def test_an_out_of_order_message_does_not_decrease_counters() -> None:
     async def main() -> None:
         states: list[dict[str, int]] = []
-        client = client_of(Handle([told("a", token(7, "stop"), steps=6, clock=-9)]), states)
-        client._update_replica(told("a", steps=8))
-        assert [event.token for event in await all_of(client)] == [7]
+        client = make_client(Handle([status_reply("a", token(7, "stop"), steps=6, clock=-9)]), states)
+        client._update_replica(status_reply("a", steps=8))
+        assert [event.token for event in await collect(client)] == [7]
         assert states[-1]["steps"] == 8
 
     run(main)
@@ -220,7 +224,7 @@ def test_an_out_of_order_message_does_not_decrease_counters() -> None:
 def test_replicas_that_die_too_often_are_given_up() -> None:
     async def main() -> None:
         handle = Handle()
-        supervisor = ClusterSupervisor(client_of(handle), ServerLimits(max_restarts=1), replicas=2)
+        supervisor = ClusterSupervisor(make_client(handle), ServerLimits(max_restarts=1), replicas=2)
         assert supervisor.unhealthy_reason == ""
         for name in ("a", "b"):
             supervisor._on_replica_lost(name)

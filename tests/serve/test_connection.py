@@ -18,7 +18,7 @@ HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter, list[str]], Awaitable[None]]
 
 
-def talked(monkeypatch: pytest.MonkeyPatch, talk: Talk, answer: bytes = b"ok", **limits: Any) -> list[str]:
+def run_connection(monkeypatch: pytest.MonkeyPatch, talk: Talk, answer: bytes = b"ok", **limits: Any) -> list[str]:
     """Run a client against the server and return what the application saw."""
     events: list[str] = []
 
@@ -61,7 +61,7 @@ def test_a_client_that_does_not_finish_its_headers_is_dropped(monkeypatch: pytes
             pass
 
     started = time.monotonic()
-    assert talked(monkeypatch, talk, header_timeout=0.3) == []
+    assert run_connection(monkeypatch, talk, header_timeout=0.3) == []
     assert time.monotonic() - started > 0.3
 
 
@@ -71,7 +71,7 @@ def test_a_client_that_does_not_read_is_dropped_and_the_application_notified(mon
         while "gone" not in seen:
             await asyncio.sleep(0.02)
 
-    assert talked(monkeypatch, talk, b"x" * (1 << 20), client_timeout=0.3) == ["request", "gone"]
+    assert run_connection(monkeypatch, talk, b"x" * (1 << 20), client_timeout=0.3) == ["request", "gone"]
 
 
 def test_a_slow_reader_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_a_slow_reader_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
             await asyncio.sleep(0.05)
 
     started = time.monotonic()
-    assert talked(monkeypatch, talk, b"x" * (1 << 17), client_timeout=2)[0] == "request"
+    assert run_connection(monkeypatch, talk, b"x" * (1 << 17), client_timeout=2)[0] == "request"
     assert time.monotonic() - started > 2, "it was read so fast that nothing was tested"
 
 
@@ -99,5 +99,5 @@ def test_too_many_connections_and_broken_requests(monkeypatch: pytest.MonkeyPatc
         received = await reader.read(-1)
         assert received.startswith(b"HTTP/1.1 400") and b'"type": "invalid_request_error"' in received
 
-    assert talked(monkeypatch, nothing, max_connections=0) == []
-    assert talked(monkeypatch, broken) == []
+    assert run_connection(monkeypatch, nothing, max_connections=0) == []
+    assert run_connection(monkeypatch, broken) == []

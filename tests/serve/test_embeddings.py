@@ -21,7 +21,7 @@ from smelt.serve.server.service import Service
 from smelt.serve.server.settings import ServerSettings
 from smelt.serve.worker.client import EngineClient
 from tests.character_tokenizer import character_tokenizer
-from tests.serve.fake_engine import pretending
+from tests.serve.fake_engine import fake_engine_command
 from tests.tiny import BUILDS, ENCODER
 
 TEXTS = ["hello", "a longer text, so that there is padding", "x"]
@@ -45,7 +45,7 @@ def ask(folder: Path) -> Iterator[Any]:
         patch.setattr(
             EngineClient,
             "command",
-            pretending(f"pipe.send(NotALanguageModel(folder={str(folder)!r}, task='embedding'))"),
+            fake_engine_command(f"pipe.send(NotALanguageModel(folder={str(folder)!r}, task='embedding'))"),
         )
         runner.run(service.start())
     transport = httpx.ASGITransport(create_app(service))  # type: ignore[arg-type]

@@ -66,14 +66,14 @@ def test_a_killed_engine_is_restarted_and_a_stopped_server_finishes_short_answer
         str(CONTEXT),
     )
     try:
-        _killed(server)
-        _stopped(server)
+        _kill_engine(server)
+        _stop_server(server)
     finally:
         if server.process.poll() is None:
             server.process.kill()
 
 
-def _killed(server: Server) -> None:
+def _kill_engine(server: Server) -> None:
     expected = server.complete("hello", max_tokens=20)["choices"]
     streams = [Reader(server, {**LONG, "stream": True}) for _ in range(2)]
     complete = Reader(server, LONG)
@@ -97,7 +97,7 @@ def _killed(server: Server) -> None:
     assert server.complete("hello", max_tokens=20)["choices"] == expected
 
 
-def _stopped(server: Server) -> None:
+def _stop_server(server: Server) -> None:
     """Short answers finish, long ones are cut off with an error, and no process is left."""
     worker = server.state()["worker"]
     long = Reader(server, {**LONG, "n": 4, "stream": True})

@@ -9,7 +9,7 @@ import pytest
 
 from smelt.serve.server.metrics import ServerMetrics, length_buckets
 from smelt.serve.server.prometheus import Counter, Histogram, render
-from tests.serve.server_process import NAME, Server, pieces
+from tests.serve.server_process import NAME, Server, read_events
 
 NAMES = {
     "gauge": ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"],
@@ -53,7 +53,7 @@ def test_counters_match_the_clients(server: Server) -> None:
         server.complete("ends", max_tokens=9, logit_bias={"256": 100})["usage"],
     ]
     body = {"prompt": "streamed", "max_tokens": 6, "ignore_eos": True, "stream": True}
-    events = pieces(server.post("/v1/completions", {**body, "stream_options": {"include_usage": True}}))
+    events = read_events(server.post("/v1/completions", {**body, "stream_options": {"include_usage": True}}))
     usages.append(events[-1]["usage"])
     server.wait_until_idle()
     after = metrics(server)

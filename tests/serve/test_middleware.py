@@ -161,7 +161,7 @@ def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
         assert [one for one, _ in compared] == keys and all(len(other) == 32 for _, other in compared)
 
 
-def guarded(settings: ServerSettings, messages: list[dict[str, Any]], headers: list[tuple[bytes, bytes]]) -> int:
+def guard_status(settings: ServerSettings, messages: list[dict[str, Any]], headers: list[tuple[bytes, bytes]]) -> int:
     """Return the middleware's status, or 200 where the request reaches the application."""
     statuses: list[int] = []
 
@@ -191,13 +191,13 @@ def test_a_body_is_limited_in_size_and_time_as_it_arrives() -> None:
     host = [(b"host", b"localhost")]
     part: dict[str, Any] = {"type": "http.request", "body": b"x" * 60, "more_body": True}
     last = {**part, "body": b"x" * 40, "more_body": False}
-    assert guarded(settings, [part, last], host) == 200
-    assert guarded(settings, [part, part, last], host) == 413
-    assert guarded(settings, [last], [*host, (b"content-length", b"101")]) == 413
-    assert guarded(settings, [part], host) == 408
-    assert guarded(settings, [part, {"type": "http.disconnect"}], host) == 0
+    assert guard_status(settings, [part, last], host) == 200
+    assert guard_status(settings, [part, part, last], host) == 413
+    assert guard_status(settings, [last], [*host, (b"content-length", b"101")]) == 413
+    assert guard_status(settings, [part], host) == 408
+    assert guard_status(settings, [part, {"type": "http.disconnect"}], host) == 0
     assert (
-        guarded(ServerSettings("x", limits=ServerLimits(max_header_bytes=50)), [last], [*host, (b"x", b"y" * 50)])
+        guard_status(ServerSettings("x", limits=ServerLimits(max_header_bytes=50)), [last], [*host, (b"x", b"y" * 50)])
         == 431
     )
 

@@ -35,7 +35,7 @@ def test_two_hundred_mixed_clients(server: Server) -> None:
 LONG = {"prompt": "x" * 100, "max_tokens": 1900, "ignore_eos": True}
 
 
-def posted(server: Server, body: dict[str, object], receive_buffer: int | None = None) -> socket.socket:
+def post_without_reading(server: Server, body: dict[str, object], receive_buffer: int | None = None) -> socket.socket:
     """Open a connection that sends a request and reads nothing."""
     host, _, port = server.url.removeprefix("http://").partition(":")
     content = json.dumps(body).encode()
@@ -52,7 +52,7 @@ def posted(server: Server, body: dict[str, object], receive_buffer: int | None =
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_blocks(server: Server, stream: bool) -> None:
     before = server.wait_until_idle()
-    with posted(server, {**LONG, "n": 4, "stream": stream}):
+    with post_without_reading(server, {**LONG, "n": 4, "stream": stream}):
         server.wait_until(lambda state: state["running"] == 4)
     after = server.wait_until_idle()
     assert after["finished"]["abort"] == before["finished"]["abort"] + 4
@@ -61,7 +61,7 @@ def test_a_client_that_leaves_frees_its_blocks(server: Server, stream: bool) -> 
 
 def test_a_hundred_abandoned_long_requests_do_not_delay_the_next(server: Server) -> None:
     before = server.wait_until_idle()
-    connections = [posted(server, LONG) for _ in range(100)]
+    connections = [post_without_reading(server, LONG) for _ in range(100)]
     server.wait_until(lambda state: state["admitted"] == 100)
     for connection in connections:
         connection.close()
@@ -73,7 +73,7 @@ def test_a_hundred_abandoned_long_requests_do_not_delay_the_next(server: Server)
 
 def test_a_client_that_does_not_read_is_dropped_while_others_are_served(server: Server) -> None:
     before = server.wait_until_idle()
-    with posted(server, {**LONG, "n": 4, "logprobs": 20, "stream": True}, receive_buffer=4096) as silent:
+    with post_without_reading(server, {**LONG, "n": 4, "logprobs": 20, "stream": True}, receive_buffer=4096) as silent:
         server.wait_until(lambda state: state["running"] == 4)
         assert server.complete("hello", max_tokens=5)["choices"][0]["text"]
         after = server.wait_until_idle()

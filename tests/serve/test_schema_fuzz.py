@@ -18,11 +18,11 @@ MOST_SECONDS = 1.5  # per route
 POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize")
 
 
-class Enough(Exception):
+class TimeUpError(Exception):
     """The time is up."""
 
 
-def short(case: Any) -> bool:
+def is_short(case: Any) -> bool:
     """Keep accidentally valid requests from generating for seconds."""
     return not (isinstance(case.body, dict) and isinstance(case.body.get("max_tokens"), int))
 
@@ -41,15 +41,15 @@ def test_no_request_causes_a_5xx(server: Server, path: str, mode: GenerationMode
     @given(case=operation.as_strategy(generation_mode=mode))
     def ask(case: Any) -> None:
         if len(statuses) >= 5 and time.monotonic() > until:
-            raise Enough
-        if short(case):
+            raise TimeUpError
+        if is_short(case):
             answer = case.call(timeout=20)
             statuses.append(answer.status_code)
             assert answer.status_code < 500, (answer.status_code, answer.text)
             if answer.status_code >= 400:
                 assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
-    with suppress(Enough):
+    with suppress(TimeUpError):
         ask()
     assert len(statuses) >= 5
     if mode is GenerationMode.NEGATIVE:

@@ -21,7 +21,7 @@ from smelt.serve.server.settings import ServerLimits, ServerSettings
 from smelt.serve.server.tokenization import AsyncTokenizer, _FastDecoder
 from smelt.serve.worker.client import EngineClient, TokenEvent, TokenStream
 from tests.character_tokenizer import character_tokenizer
-from tests.serve.fake_engine import pretending
+from tests.serve.fake_engine import fake_engine_command
 from tests.serve.server_process import tokenizer
 
 
@@ -37,7 +37,7 @@ class Clock:
         return self.now
 
 
-def answered(model_folder: Path, path: str, body: dict[str, Any]) -> httpx.Response:
+def post_to_service(model_folder: Path, path: str, body: dict[str, Any]) -> httpx.Response:
     """Return the answer of a service that serves nothing else."""
 
     async def main() -> httpx.Response:
@@ -54,7 +54,7 @@ def answered(model_folder: Path, path: str, body: dict[str, Any]) -> httpx.Respo
 
 def test_a_silent_engine(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A streaming client receives pings; after the timeout both clients get an error."""
-    monkeypatch.setattr(EngineClient, "command", pretending("ready()\nwhile True: pipe.receive()"))
+    monkeypatch.setattr(EngineClient, "command", fake_engine_command("ready()\nwhile True: pipe.receive()"))
     clock = Clock(monkeypatch)
 
     async def time_out(self: TokenStream, timeout: float) -> list[TokenEvent]:
@@ -104,7 +104,7 @@ while True:
         end = "length" if index == {len(tokens) - 1} else ""
         pipe.send(StepOutput(state, [SampledToken(request_id, 0, token, None, end, 0, 0.0)]))
 """
-    monkeypatch.setattr(EngineClient, "command", pretending(script))
+    monkeypatch.setattr(EngineClient, "command", fake_engine_command(script))
     clock, next_events, events = Clock(monkeypatch), TokenStream.next, deque[TokenEvent]()
 
     async def next_token(self: TokenStream, timeout: float) -> list[TokenEvent]:
@@ -116,7 +116,7 @@ while True:
     monkeypatch.setattr(TokenStream, "next", next_token)
 
     body = {**body, "max_tokens": 20, "stop": "stopstopstop", "stream": True}
-    parts = [line for line in answered(model_folder, path, body).text.split("\n\n") if line]
+    parts = [line for line in post_to_service(model_folder, path, body).text.split("\n\n") if line]
     assert parts[-1] == "data: [DONE]" and "stopstopsto" in parts[-2]
     assert parts.count(": still here") == len(tokens) // 3 == 3 and len(parts) == 3 + num_chunks + 1
 
@@ -137,9 +137,9 @@ while True:
     sampled = [SampledToken(request_id, 0, token, None, end, 0, 0.0) for token, end in zip({tokens}, ends)]
     pipe.send(StepOutput(state, sampled))
 """
-    monkeypatch.setattr(EngineClient, "command", pretending(script))
+    monkeypatch.setattr(EngineClient, "command", fake_engine_command(script))
 
-    answer = answered(model_folder, "completions", {"prompt": [1], "max_tokens": 20, "stop": stop}).json()
+    answer = post_to_service(model_folder, "completions", {"prompt": [1], "max_tokens": 20, "stop": stop}).json()
     choice = answer["choices"][0]
     assert (choice["text"], choice["finish_reason"], answer["usage"]["completion_tokens"]) == (text, reason, count)
 

@@ -18,22 +18,26 @@ from smelt.serve.server.supervisor import EngineSupervisor
 from smelt.serve.worker import loop
 from smelt.serve.worker.client import EngineClient, OtherModelError, WorkerDiedError
 from smelt.serve.worker.messages import StartEngine, StartFailed, pipe_pair
-from tests.serve.fake_engine import pretending
+from tests.serve.fake_engine import fake_engine_command
 from tests.serve.server_process import PATIENCE
 
 LISTENS = "ready()\nwhile True: pipe.receive()"
 
 
-def supervised(script: str, **limits: float) -> EngineSupervisor:
+def make_supervisor(script: str, **limits: float) -> EngineSupervisor:
     client = EngineClient("nothing")
-    client.command = pretending(script)  # type: ignore[assignment]
+    client.command = fake_engine_command(script)  # type: ignore[assignment]
     supervisor = EngineSupervisor(client, ServerLimits(**limits))  # type: ignore[arg-type]
     supervisor.metrics = ServerMetrics("x", 64)
     return supervisor
 
 
-def _restarted(found: EngineSupervisor, times: int) -> Callable[[], bool]:
-    return lambda: found.metrics is not None and found.metrics.restarts.value == times and not found.unhealthy_reason
+def _has_restarted(supervisor: EngineSupervisor, times: int) -> Callable[[], bool]:
+    return lambda: (
+        supervisor.metrics is not None
+        and supervisor.metrics.restarts.value == times
+        and not supervisor.unhealthy_reason
+    )
 
 
 async def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
@@ -52,7 +56,7 @@ async def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> Non
 )
 def test_an_engine_that_cannot_start(script: str, kind: type[Exception], told: str) -> None:
     with pytest.raises(kind, match=told):
-        asyncio.run(supervised(script).start())
+        asyncio.run(make_supervisor(script).start())
 
 
 def test_the_real_process_reports_why_it_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +72,7 @@ def test_the_real_process_reports_why_it_cannot_start(monkeypatch: pytest.Monkey
 
 def test_an_engine_that_keeps_dying_is_given_up() -> None:
     async def main() -> None:
-        supervisor = supervised("ready()", max_restarts=2)
+        supervisor = make_supervisor("ready()", max_restarts=2)
         await supervisor.start()
         async with asyncio.timeout(PATIENCE):
             await supervisor.watch()
@@ -82,12 +86,12 @@ def test_an_engine_that_keeps_dying_is_given_up() -> None:
 
 def test_old_deaths_do_not_count() -> None:
     async def main() -> None:
-        supervisor = supervised(LISTENS, max_restarts=1, restart_window=0.0)
+        supervisor = make_supervisor(LISTENS, max_restarts=1, restart_window=0.0)
         await supervisor.start()
         watching = asyncio.create_task(supervisor.watch())
         for restarts in (1, 2, 3):
             supervisor.client.kill()
-            await until(_restarted(supervisor, restarts))
+            await until(_has_restarted(supervisor, restarts))
         watching.cancel()
         await supervisor.client.stop()
 
@@ -98,7 +102,7 @@ def test_a_hanging_engine_is_detected_and_replaced_without_blocking() -> None:
     """Not even with more submitted than its pipe holds."""
 
     async def main() -> None:
-        supervisor = supervised(LISTENS, step_timeout=0.6)
+        supervisor = make_supervisor(LISTENS, step_timeout=0.6)
         await supervisor.start()
         client = supervisor.client
         assert client.process is not None and supervisor.unhealthy_reason == ""
@@ -127,7 +131,7 @@ def test_a_hanging_engine_is_detected_and_replaced_without_blocking() -> None:
 
 def test_an_engine_that_does_not_exit_is_killed() -> None:
     async def main() -> None:
-        supervisor = supervised("ready()\ntime.sleep(60)")
+        supervisor = make_supervisor("ready()\ntime.sleep(60)")
         await supervisor.start()
         await supervisor.client.stop(0.3)
         assert supervisor.client.process is not None and supervisor.client.process.returncode == -signal.SIGKILL

@@ -35,7 +35,7 @@ LONG = SamplingParams(max_tokens=1500, temperature=0, ignore_eos=True)
 PROMPTS = [[5, 9, 77, 30], [101] * 40, [3]]
 
 
-async def drained(stream: TokenStream) -> list[TokenEvent]:
+async def collect(stream: TokenStream) -> list[TokenEvent]:
     events = []
     try:
         while result := await stream.next():
@@ -56,7 +56,7 @@ async def answers(client: EngineClient) -> None:
     requests = [engine.submit(prompt, GREEDY)[0] for prompt in PROMPTS]
     while engine.busy:
         engine.step()
-    events = await drained(client.stream(PROMPTS, GREEDY))
+    events = await collect(client.stream(PROMPTS, GREEDY))
     for index, request in enumerate(requests):
         own_events = [event for event in events if event.answer == index]
         assert [event.token for event in own_events] == request.output
@@ -93,7 +93,7 @@ async def leaving(client: EngineClient) -> None:
 
 async def refusal(client: EngineClient) -> None:
     with pytest.raises(RequestError, match="no token 999"):
-        await drained(client.stream([PROMPTS[0], [999]], LONG))
+        await collect(client.stream([PROMPTS[0], [999]], LONG))
     await until(lambda: client.state["blocks_used"] == 0)
     assert not client._streams
 
@@ -104,7 +104,7 @@ async def waiting(client: EngineClient) -> None:
     assert await stream.next(0) == []
     client.fail(SmeltError("enough"))
     with pytest.raises(SmeltError, match="enough"):
-        await drained(stream)
+        await collect(stream)
     await until(lambda: client.state["blocks_used"] == 0)
 
 

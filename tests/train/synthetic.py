@@ -17,11 +17,11 @@ from smelt.train.gradients.settings import CompressionSettings
 SHAPES = {"stem": (16, 3, 5, 5), "norm": (16,), "wide": (120, 40), "bias": (120,), "head": (10, 120), "last": (10,)}
 
 
-def layout_of(shapes: dict[str, tuple[int, ...]] | None = None) -> BucketLayout:
+def make_layout(shapes: dict[str, tuple[int, ...]] | None = None) -> BucketLayout:
     return BucketLayout.from_tensors((name, torch.empty(shape)) for name, shape in (shapes or SHAPES).items())
 
 
-def gradient_of(layout: BucketLayout, number: int, rank: int, shared: float = 0.3) -> Tensor:
+def make_gradient(layout: BucketLayout, number: int, rank: int, shared: float = 0.3) -> Tensor:
     """Return a deterministic Laplace-like [elements] gradient with layer scales spread over 1.5 decades."""
     scales = torch.Generator().manual_seed(7)
     common, own = torch.Generator().manual_seed(number), torch.Generator().manual_seed(1_000_000 * (rank + 1) + number)
@@ -43,10 +43,10 @@ def every_compressor(density: float) -> list[Compressor]:
     special.append(PowerSGD(warmup_steps=3, rank=2))
     named = {compressor.name for compressor in special}
     rest = [compressor_type for name, compressor_type in COMPRESSORS.items() if name not in named]
-    return [*special, *(_made(compressor_type, density) for compressor_type in rest)]
+    return [*special, *(_build(compressor_type, density) for compressor_type in rest)]
 
 
-def _made(kind: type[Compressor], density: float) -> Compressor:
+def _build(kind: type[Compressor], density: float) -> Compressor:
     return kind(density=density) if "density" in kind.__dataclass_fields__ else kind()  # type: ignore[call-arg]
 
 
@@ -54,8 +54,8 @@ def build_reducer(
     compressor: Compressor, settings: CompressionSettings | None = None, layout: BucketLayout | None = None
 ) -> Reducer:
     if isinstance(compressor, PowerSGD):
-        return PowerSGDReducer(compressor, layout or layout_of(), Comm(), settings)
-    return Reducer(compressor, layout or layout_of(), Comm(), settings)
+        return PowerSGDReducer(compressor, layout or make_layout(), Comm(), settings)
+    return Reducer(compressor, layout or make_layout(), Comm(), settings)
 
 
 def rank() -> int:

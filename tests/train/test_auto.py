@@ -45,7 +45,7 @@ def network(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(12, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4))
 
 
-def data_of(number: int) -> tuple[Tensor, Tensor]:
+def make_data(number: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 * number + rank())
     inputs = torch.randn(16, 12, generator=generator)
     return inputs, (inputs[:, :4] + inputs[:, 4:8] * inputs[:, 8:]).argmax(dim=1)
@@ -54,7 +54,7 @@ def data_of(number: int) -> tuple[Tensor, Tensor]:
 def train(model: nn.Module, steps: range) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in steps:
-        inputs, labels = data_of(number)
+        inputs, labels = make_data(number)
         cross_entropy(model(inputs), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -157,7 +157,7 @@ def with_a_bad_step() -> tuple[int, list[str]]:
     compression = step.compression
     assert isinstance(compression, AutoCompression)
     for number in range(LOOK + 3):
-        inputs, labels = data_of(number)
+        inputs, labels = make_data(number)
         loss = cross_entropy(model(inputs), labels) * (float("inf") if number == LOOK and rank() == 1 else 1)
         scaler.scale(loss).backward()
         step.reduce()

@@ -21,14 +21,14 @@ from smelt.train.gradients.compressors import DGC, SAGE, ExDyna, MiCRO, PowerSGD
 from smelt.train.gradients.ddp import compress_gradients
 from smelt.train.gradients.settings import CompressionSettings
 from tests.train.parallel import outcomes, run
-from tests.train.synthetic import every_compressor, gradient_of, layout_of, rank
-from tests.train.test_ddp import data_of, many_buckets
+from tests.train.synthetic import every_compressor, make_gradient, make_layout, rank
+from tests.train.test_ddp import make_data, many_buckets
 
-LAYOUT = layout_of()
+LAYOUT = make_layout()
 PARAMETERS = [(piece.name, torch.zeros(piece.shape)) for piece in LAYOUT.slices]
 
 
-def compression_of(
+def make_compression(
     compressor: Compressor, settings: CompressionSettings | None = None, bucket_cap_mb: float | None = None
 ) -> BucketedCompression:
     return BucketedCompression(PARAMETERS, compressor, Comm(), settings, bucket_cap_mb=bucket_cap_mb)
@@ -37,7 +37,7 @@ def compression_of(
 def advance(compression: BucketedCompression, numbers: range) -> torch.Tensor:
     """Return the [elements] update of the last step."""
     for number in numbers:
-        for entry, view in LAYOUT.views(gradient_of(LAYOUT, number, rank())):
+        for entry, view in LAYOUT.views(make_gradient(LAYOUT, number, rank())):
             compression.add(entry.name, view.view(entry.shape))
         taken = torch.empty(LAYOUT.numel)
         for entry, view in LAYOUT.views(taken):
@@ -53,15 +53,15 @@ def all_tensors(compression: BucketedCompression) -> dict[str, Any]:
     }
 
 
-def stop_and_go_on(compressors: list[Compressor], folder: Path) -> list[tuple[str, bool]]:
+def save_and_resume(compressors: list[Compressor], folder: Path) -> list[tuple[str, bool]]:
     results = []
     for compressor in compressors:
-        uninterrupted = compression_of(compressor, bucket_cap_mb=0.01)
+        uninterrupted = make_compression(compressor, bucket_cap_mb=0.01)
         expected = advance(uninterrupted, range(8))
-        first = compression_of(compressor, bucket_cap_mb=0.01)
+        first = make_compression(compressor, bucket_cap_mb=0.01)
         advance(first, range(5))
         save(first, folder / compressor.name)
-        second = compression_of(compressor, bucket_cap_mb=0.01)
+        second = make_compression(compressor, bucket_cap_mb=0.01)
         load(second, folder / compressor.name)
         same = torch.equal(advance(second, range(5, 8)), expected)
         actual, theirs = all_tensors(second), all_tensors(uninterrupted)
@@ -71,7 +71,7 @@ def stop_and_go_on(compressors: list[Compressor], folder: Path) -> list[tuple[st
 
 
 def test_every_compressor_resumes_bit_identically(tmp_path: Path) -> None:
-    for worker in run(2, stop_and_go_on, every_compressor(0.02), tmp_path):
+    for worker in run(2, save_and_resume, every_compressor(0.02), tmp_path):
         assert len(worker) == 15
         assert all(same for _, same in worker), worker
     assert sorted(path.name for path in (tmp_path / "exdyna").iterdir()) == [
@@ -90,7 +90,7 @@ def train(folder: Path, numbers: range, keep: bool) -> dict[str, Any]:
         model.module.load_state_dict(load_file(folder / "model.safetensors"))
         load(compression, folder / "state")
     for number in numbers:
-        inputs, labels = data_of(number, rank())
+        inputs, labels = make_data(number, rank())
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
@@ -113,7 +113,7 @@ def test_ddp_training_resumes_bit_identically_in_new_processes(tmp_path: Path) -
 
 def resume_old_format(folder: Path) -> bool:
     """Save, rewrite the metadata as version 0.1 wrote it, and resume."""
-    first = compression_of(DGC(density=0.05, steps_per_epoch=3))
+    first = make_compression(DGC(density=0.05, steps_per_epoch=3))
     advance(first, range(4))
     save(first, folder)
     distributed.barrier()
@@ -126,7 +126,7 @@ def resume_old_format(folder: Path) -> bool:
         old = {"format": 1, "workers": 2, "shards": 1, "steps": 4, "compressor": compressor, "settings": settings}
         path.write_text(json.dumps({**old, "vectors": metadata["buckets"]}))
     distributed.barrier()
-    second = compression_of(DGC(density=0.05, steps_per_epoch=3))
+    second = make_compression(DGC(density=0.05, steps_per_epoch=3))
     load(second, folder)
     return torch.equal(advance(second, range(4, 6)), advance(first, range(4, 6)))
 
@@ -136,14 +136,14 @@ def test_a_checkpoint_of_version_0_1_resumes(tmp_path: Path) -> None:
 
 
 def leave(compressor: Compressor, folder: Path) -> Any:
-    compression = compression_of(compressor, CompressionSettings(check_conservation=True))
+    compression = make_compression(compressor, CompressionSettings(check_conservation=True))
     advance(compression, range(6))
     save(compression, folder)
     return compression.reducers[0].residual.numpy()
 
 
 def take_over(compressor: Compressor, folder: Path) -> tuple[Any, Any, int]:
-    compression = compression_of(compressor, CompressionSettings(check_conservation=True))
+    compression = make_compression(compressor, CompressionSettings(check_conservation=True))
     load(compression, folder, resplit=True)
     before = compression.reducers[0].residual.clone().numpy()
     small = {key: value.tolist() for key, value in compression.reducers[0].state.items() if value.numel() < 10}
@@ -176,11 +176,11 @@ def test_another_world_size_keeps_the_mean_residual(
 
 
 def go_on(compressor: Compressor, folder: Path, bucket_cap_mb: float | None = None) -> None:
-    load(compression_of(compressor, bucket_cap_mb=bucket_cap_mb), folder)
+    load(make_compression(compressor, bucket_cap_mb=bucket_cap_mb), folder)
 
 
 def keep(compressor: Compressor, folder: Path) -> None:
-    compression = compression_of(compressor)
+    compression = make_compression(compressor)
     advance(compression, range(2))
     save(compression, folder)
 
@@ -217,7 +217,7 @@ def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
 
 
 def lose_the_disk(folder: Path) -> None:
-    compression = compression_of(TopK(density=0.05))
+    compression = make_compression(TopK(density=0.05))
     if rank() == 1:
         shutil.rmtree(folder, ignore_errors=True)
         folder.write_text("a file where a folder should be")

@@ -33,7 +33,7 @@ from smelt.train.gradients.compressors import (
 from smelt.train.gradients.compressors.deft import allocate_counts, pack_into_bins, split_layers
 from smelt.train.gradients.compressors.randomk import random_subset
 from tests.train.parallel import run
-from tests.train.synthetic import build_reducer, gradient_of, layout_of, rank
+from tests.train.synthetic import build_reducer, make_gradient, make_layout, rank
 
 ONE_MATRIX = {"a": (200, 250)}
 
@@ -72,7 +72,7 @@ def test_the_repr_of_a_compressor_is_its_constructor_call() -> None:
 
 def counts(compressor: Compressor, steps: int, shapes: dict[str, tuple[int, ...]] = ONE_MATRIX) -> list[int]:
     """Return how many elements of Gaussian gradients a single rank sends in each step."""
-    reducer = build_reducer(compressor, layout=layout_of(shapes))
+    reducer = build_reducer(compressor, layout=make_layout(shapes))
     generator = torch.Generator().manual_seed(1)
     results = []
     for _ in range(steps):
@@ -98,7 +98,7 @@ def test_adacomp_with_factor_one_sends_the_largest_of_each_bin() -> None:
 
 
 def test_adacomp_sends_signs_of_the_mean_maximum_and_1d_parameters_dense() -> None:
-    layout = layout_of({"w": (3, 10), "b": (3,)})
+    layout = make_layout({"w": (3, 10), "b": (3,)})
     reducer = build_reducer(AdaComp(matrix_bin=10), layout=layout)
     gradient = torch.tensor([0.1, -4.0, *[0.0] * 8, 2.0, *[0.5] * 9, *[0.0] * 10, 7.0, 8.0, 9.0])
     sent = reducer.reduce(gradient)
@@ -127,7 +127,7 @@ def test_deft_shares_follow_norms_and_redistribute_the_excess() -> None:
 
 
 def test_deft_splits_layers_larger_than_a_share_and_balances_bins() -> None:
-    layout = layout_of({"big": (70, 10), "small": (3,), "other": (5, 20)})
+    layout = make_layout({"big": (70, 10), "small": (3,), "other": (5, 20)})
     ranges = split_layers(layout, 4)
     assert [position for start, stop in ranges for position in range(start, stop)] == list(range(803))
     assert len(ranges) == 4 + 1 + 1
@@ -137,7 +137,7 @@ def test_deft_splits_layers_larger_than_a_share_and_balances_bins() -> None:
 
 def deft_counts() -> tuple[list[int], int, float]:
     reducer = build_reducer(DEFT(density=0.02))
-    reducer.reduce(gradient_of(reducer.layout, 0, rank()))
+    reducer.reduce(make_gradient(reducer.layout, 0, rank()))
     return reducer.counts, reducer.traffic.num_selected, reducer.traffic.target_count
 
 
@@ -156,7 +156,7 @@ def test_sidco_estimates_the_threshold_of_exponential_data_exactly() -> None:
 @pytest.mark.parametrize(("kind", "power"), [("exponential", 1.0), ("exponential", 1.5), ("pareto", 1.5)])
 def test_sidco_comes_close_to_its_target_on_other_tails(kind: str, power: float) -> None:
     """Use fresh vectors and empty the residual each time, so that only the stages adapt."""
-    reducer = build_reducer(SIDCo(density=0.005, distribution=kind), layout=layout_of(ONE_MATRIX))
+    reducer = build_reducer(SIDCo(density=0.005, distribution=kind), layout=make_layout(ONE_MATRIX))
     generator, results = torch.Generator().manual_seed(3), []
     for _ in range(60):
         reducer.residual.zero_()
@@ -174,7 +174,7 @@ def momentum_sgd(nesterov: bool) -> float:
     optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.8, nesterov=nesterov)
     applied, worst = torch.zeros(reducer.layout.numel), 0.0
     for number in range(5):
-        gradient = gradient_of(reducer.layout, number, rank())
+        gradient = make_gradient(reducer.layout, number, rank())
         applied -= reducer.reduce(gradient)
         parameter.grad = gradient.clone()
         distributed.all_reduce(parameter.grad)
@@ -190,8 +190,8 @@ def test_dgc_at_density_one_is_momentum_sgd(nesterov: bool) -> None:
 
 
 def test_dgc_clears_the_velocity_of_sent_elements_but_not_of_1d_parameters() -> None:
-    reducer = build_reducer(DGC(density=0.1), layout=layout_of({"w": (10, 10), "b": (4,)}))
-    sent = reducer.reduce(gradient_of(reducer.layout, 0, 0)) != 0
+    reducer = build_reducer(DGC(density=0.1), layout=make_layout({"w": (10, 10), "b": (4,)}))
+    sent = reducer.reduce(make_gradient(reducer.layout, 0, 0)) != 0
     assert int(sent[:100].sum()) == 10
     assert torch.equal(reducer.state["velocity"][:100] == 0, sent[:100])
     assert sent[100:].all()
@@ -254,36 +254,36 @@ def leader_against_topk(same: bool) -> tuple[bool, list[int]]:
     leader, every = build_reducer(CLTk(density=0.03)), build_reducer(TopK(density=0.03))
     equal, numbers = True, []
     for number in range(6):
-        gradient = gradient_of(leader.layout, number, 0 if same else rank())
+        gradient = make_gradient(leader.layout, number, 0 if same else rank())
         equal &= torch.equal(leader.reduce(gradient), every.reduce(gradient))
         numbers.append(leader.traffic.num_selected)
     return equal, numbers
 
 
 def test_cltk_is_topk_when_all_workers_have_the_same_data() -> None:
-    number = int(0.03 * layout_of().numel)
+    number = int(0.03 * make_layout().numel)
     assert run(3, leader_against_topk, True)[0] == (True, [number] * 6)
     assert run(3, leader_against_topk, False)[0] == (False, [number] * 6)
 
 
 def test_chunked_cltk_takes_one_element_per_chunk() -> None:
-    reducer = build_reducer(CLTk(density=0.1, chunked=True), layout=layout_of({"a": (10, 10)}))
-    places = reducer.reduce(gradient_of(reducer.layout, 0, 0)).nonzero().flatten()
+    reducer = build_reducer(CLTk(density=0.1, chunked=True), layout=make_layout({"a": (10, 10)}))
+    places = reducer.reduce(make_gradient(reducer.layout, 0, 0)).nonzero().flatten()
     assert (places // 10).tolist() == list(range(10))
 
 
 def test_topk_takes_the_largest_of_all_or_of_every_tensor() -> None:
-    gradient = gradient_of(layout_of(), 0, 0)
+    gradient = make_gradient(make_layout(), 0, 0)
     everywhere = build_reducer(TopK(density=0.01)).reduce(gradient)
     assert int((everywhere != 0).sum()) == int(0.01 * len(gradient))
     assert gradient.abs()[everywhere == 0].max() <= everywhere.abs()[everywhere != 0].min()
     each = build_reducer(TopK(density=0.01, per_tensor=True)).reduce(gradient)
-    for entry, values in layout_of().views(each):
+    for entry, values in make_layout().views(each):
         assert int((values != 0).sum()) == max(1, int(0.01 * entry.numel))
 
 
 def test_qsgd_is_unbiased_and_fits_its_bits() -> None:
-    gradient = gradient_of(layout_of(), 0, 0)
+    gradient = make_gradient(make_layout(), 0, 0)
     for levels, width in [(1, 2), (7, 4), (127, 8)]:
         quantizer = QSGD(levels=levels, error_feedback=False)
         assert quantizer.bits == width
@@ -300,7 +300,7 @@ def test_signs_with_error_feedback_reach_the_minimum_where_signs_alone_do_not() 
     losses = {}
     rows = torch.tensor([[1.5, -0.5], [-0.5, 1.5]])
     for name in ("with", "without"):
-        reducer = build_reducer(EFSign(), layout=layout_of({"a": (2,)}))
+        reducer = build_reducer(EFSign(), layout=make_layout({"a": (2,)}))
         point = torch.ones(2)
         for number in range(800):
             row = rows[number % 2]
@@ -312,9 +312,9 @@ def test_signs_with_error_feedback_reach_the_minimum_where_signs_alone_do_not() 
 
 
 def test_one_bit_preserves_the_sum_of_every_tensor() -> None:
-    gradient = gradient_of(layout_of(), 0, 0)
+    gradient = make_gradient(make_layout(), 0, 0)
     sent = build_reducer(OneBit()).reduce(gradient)
-    for (_, given), (_, decoded) in zip(layout_of().views(gradient), layout_of().views(sent), strict=True):
+    for (_, given), (_, decoded) in zip(make_layout().views(gradient), make_layout().views(sent), strict=True):
         assert float(given.sum()) == pytest.approx(float(decoded.sum()), abs=1e-5)
         assert len(decoded.unique()) <= 2
 

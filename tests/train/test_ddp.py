@@ -38,7 +38,7 @@ class Net(nn.Module):
         return self.last(sum(parts).relu())
 
 
-def data_of(number: int, worker: int) -> tuple[Tensor, Tensor]:
+def make_data(number: int, worker: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 * number + worker)
     inputs = torch.randn(16, 12, generator=generator)
     return inputs, (inputs[:, :4] + inputs[:, 4:8] * inputs[:, 8:]).argmax(dim=1)
@@ -72,7 +72,7 @@ def train(
     losses = []
     for number in range(steps):
         for part in range(accumulate):
-            inputs, labels = data_of(number * accumulate + part, rank())
+            inputs, labels = make_data(number * accumulate + part, rank())
             with nullcontext() if part == accumulate - 1 else model.no_sync():
                 loss = cross_entropy(model(inputs.to(device)), labels.to(device))
                 loss.backward()
@@ -121,7 +121,7 @@ def leave_out(differ: bool, static: bool) -> float:
     for number, branch in enumerate(branches):
         if differ and rank() == 1:
             branch = "both"
-        inputs, labels = data_of(number, rank())
+        inputs, labels = make_data(number, rank())
         for network in (model, twin):
             network.zero_grad()
             cross_entropy(network(inputs, branch), labels).backward()
@@ -154,7 +154,7 @@ def scaled(
     compression = compress_gradients(model, ExDyna(density=0.05), settings, bucket_cap_mb=bucket_cap_mb, scaler=scaler)
     scales, number = [], 0
     for attempt in range(12):
-        inputs, labels = data_of(number, rank())
+        inputs, labels = make_data(number, rank())
         loss = cross_entropy(model(inputs), labels)
         if attempt in overflows and rank() == 1:
             loss = loss + model.module.last.bias.sum() * torch.inf
@@ -197,7 +197,7 @@ def spoiled() -> None:
     model = many_buckets()
     compress_gradients(model, ExDyna(density=0.05))
     for number in range(3):
-        inputs, labels = data_of(number, rank())
+        inputs, labels = make_data(number, rank())
         inputs[0, 0] = torch.nan if number == 1 and rank() == 0 else 0.0
         cross_entropy(model(inputs), labels).backward()
 
@@ -223,7 +223,7 @@ def test_a_model_without_ddp_is_refused() -> None:
         compress_gradients(Net(), TopK())  # type: ignore[arg-type]
 
 
-def paper_form() -> float:
+def lr_scaled() -> float:
     model = many_buckets()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     compress_gradients(
@@ -234,7 +234,7 @@ def paper_form() -> float:
     )
     for number in range(4):
         optimizer.param_groups[0]["lr"] = 0.2 / (number + 1)
-        inputs, labels = data_of(number, rank())
+        inputs, labels = make_data(number, rank())
         loss = cross_entropy(model(inputs), labels)
         loss.backward()
         optimizer.step()
@@ -242,4 +242,4 @@ def paper_form() -> float:
 
 
 def test_the_paper_form_of_error_feedback_reads_the_learning_rate() -> None:
-    run(2, paper_form)
+    run(2, lr_scaled)

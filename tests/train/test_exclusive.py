@@ -13,7 +13,7 @@ from smelt.train.gradients.compressor import CompressionStep
 from smelt.train.gradients.compressors import DEFT, ExDyna, MiCRO, TopK
 from smelt.train.gradients.exclusive import ExclusiveThreshold, even_range
 from tests.train.parallel import run
-from tests.train.synthetic import build_reducer, gradient_of, layout_of, rank
+from tests.train.synthetic import build_reducer, make_gradient, make_layout, rank
 
 SHAPES = {"hot": (64, 256), "cold": (128, 256), "warm": (64, 256)}  # 65,536 = 2 * 32 * 1024 elements
 UNEVEN = {"hot": (61, 257), "cold": (129, 251), "warm": (63, 254), "bias": (13,)}
@@ -21,8 +21,8 @@ UNEVEN = {"hot": (61, 257), "cold": (129, 251), "warm": (63, 254), "bias": (13,)
 
 def follow(kinds: list[ExclusiveThreshold], shapes: dict[str, tuple[int, ...]], steps: int, after: int) -> Any:
     """Return the traffic from step `after` on, the last result and the ranges of every step."""
-    layout = layout_of(shapes)
-    gradients = [gradient_of(layout, number, rank()) for number in range(steps)]
+    layout = make_layout(shapes)
+    gradients = [make_gradient(layout, number, rank()) for number in range(steps)]
     values = []
     for compressor in kinds:
         reducer = build_reducer(compressor, layout=layout)
@@ -61,7 +61,7 @@ def test_density_is_kept_and_moving_blocks_pad_less() -> None:
     assert topk > 2.5
     assert exdyna_padding < 0.75 * micro_padding
     assert ranges[-1] != ranges[0]
-    size = layout_of(UNEVEN).numel
+    size = make_layout(UNEVEN).numel
     for step in ranges:
         assert step[0][0] == 0
         assert step[-1][1] == size
@@ -77,9 +77,9 @@ def test_sampling_keeps_density_from_the_first_step() -> None:
 
 def follow_a_jump(factor: float) -> list[float]:
     """Return the build-up of each step; gradients change scale after the sampled start."""
-    reducer, results = build_reducer(MiCRO(density=0.02, sampled_steps=5), layout=layout_of(UNEVEN)), []
+    reducer, results = build_reducer(MiCRO(density=0.02, sampled_steps=5), layout=make_layout(UNEVEN)), []
     for number in range(40):
-        reducer.reduce(gradient_of(reducer.layout, number, rank()) * (1.0 if number < 20 else factor))
+        reducer.reduce(make_gradient(reducer.layout, number, rank()) * (1.0 if number < 20 else factor))
         results.append(reducer.traffic.build_up)
     return results
 
@@ -96,7 +96,7 @@ def only_one_has_gradients() -> float:
     reducer = build_reducer(MiCRO(density=0.9, sampled_steps=0))
     reducer.state["threshold"] = torch.tensor(1e-30, dtype=torch.float64)
     for number in range(3):
-        mine = gradient_of(reducer.layout, 0, 0) if rank() == 0 and number == 0 else torch.zeros(reducer.layout.numel)
+        mine = make_gradient(reducer.layout, 0, 0) if rank() == 0 and number == 0 else torch.zeros(reducer.layout.numel)
         reducer.reduce(mine)
     return float(reducer.residual.abs().max())
 
@@ -132,7 +132,7 @@ def test_the_threshold_moves_both_ways_inside_the_band() -> None:
         reducer.reduce(torch.zeros(reducer.layout.numel))
         return float(reducer.state["threshold"]) / before
 
-    target = int(0.1 * layout_of().numel)
+    target = int(0.1 * make_layout().numel)
     expected = {1.2: 1.005, 1.05: 1.00125, 0.95: 0.9987, 0.5: 0.995}
     for ratio, factor in expected.items():
         assert next_threshold(int(ratio * target)) == pytest.approx(factor)

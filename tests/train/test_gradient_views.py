@@ -11,9 +11,9 @@ from smelt.train.gradients.compression import BucketedCompression, reducer_class
 from smelt.train.gradients.gradient_views import GradientViews
 from smelt.train.gradients.layout import BucketLayout
 from tests.train.parallel import run
-from tests.train.synthetic import every_compressor, gradient_of, layout_of, rank
+from tests.train.synthetic import every_compressor, make_gradient, make_layout, rank
 
-PARAMETERS = [(piece.name, torch.zeros(piece.shape)) for piece in layout_of().slices]
+PARAMETERS = [(piece.name, torch.zeros(piece.shape)) for piece in make_layout().slices]
 
 
 def both_ways(steps: int) -> list[tuple[str, bool]]:
@@ -25,7 +25,7 @@ def both_ways(steps: int) -> list[tuple[str, bool]]:
         plain = reducer_class(compressor)(compressor, layout, Comm())
         same = True
         for number in range(steps):
-            gradient, mean = gradient_of(layout, number, rank()), torch.empty(layout.numel)
+            gradient, mean = make_gradient(layout, number, rank()), torch.empty(layout.numel)
             for entry, view in layout.views(gradient.clone()):
                 separate.add(entry.name, view.view(entry.shape))
             for entry, view in layout.views(mean):
@@ -46,7 +46,7 @@ def broken() -> list[tuple[str, str, bool]]:
     for compressor in every_compressor(0.1):
         compression = BucketedCompression(PARAMETERS, compressor, Comm())
         layout, error = compression.layouts[0], ""
-        gradient = gradient_of(layout, 0, rank())
+        gradient = make_gradient(layout, 0, rank())
         gradient[layout.slices[1].start] = torch.nan if rank() == 1 else 1.0
         try:
             for entry, view in layout.views(gradient):

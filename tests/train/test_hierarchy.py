@@ -31,14 +31,14 @@ from smelt.train.gradients.ddp import compress_gradients
 from smelt.train.gradients.hsdp import compress_hsdp
 from smelt.train.gradients.settings import CompressionSettings
 from tests.train.parallel import GROUP_TIMEOUT, outcomes, run
-from tests.train.synthetic import every_compressor, gradient_of, layout_of, rank
-from tests.train.test_ddp import Net, data_of
+from tests.train.synthetic import every_compressor, make_gradient, make_layout, rank
+from tests.train.test_ddp import Net, make_data
 
-LAYOUT = layout_of()
+LAYOUT = make_layout()
 PARAMETERS = [(piece.name, torch.zeros(piece.shape)) for piece in reversed(LAYOUT.slices)]  # split in this order again
 
 
-def compression_of(
+def make_compression(
     compressor: Compressor, ranks_per_node: int | str | None = 2, **settings: Any
 ) -> BucketedCompression:
     return BucketedCompression(
@@ -59,7 +59,7 @@ def advance(compression: BucketedCompression, gradients: list[Tensor]) -> list[T
 
 
 def own_gradients(steps: int) -> list[Tensor]:
-    return [gradient_of(LAYOUT, number, rank()) for number in range(steps)]
+    return [make_gradient(LAYOUT, number, rank()) for number in range(steps)]
 
 
 def pending(compression: BucketedCompression) -> Tensor:
@@ -77,7 +77,7 @@ def account(cases: list[tuple[Compressor, dict[str, Any]]]) -> list[tuple[str, f
     values = []
     gradients = own_gradients(8)
     for compressor, settings in cases:
-        compression = compression_of(compressor, check_conservation=True, **settings)
+        compression = make_compression(compressor, check_conservation=True, **settings)
         results = advance(compression, gradients)
         given = torch.stack(gradients).double().sum(dim=0)
         distributed.all_reduce(given)
@@ -107,13 +107,13 @@ def test_no_gradient_is_lost_and_all_ranks_agree() -> None:
 
 
 def in_nodes(compressor: Compressor) -> Any:
-    return torch.stack(advance(compression_of(compressor), own_gradients(6))).numpy()
+    return torch.stack(advance(make_compression(compressor), own_gradients(6))).numpy()
 
 
 def one_a_node(compressor: Compressor) -> Any:
     """Run two ranks, each with the mean gradient of one node."""
-    means = [(gradient_of(LAYOUT, n, 2 * rank()) + gradient_of(LAYOUT, n, 2 * rank() + 1)) / 2 for n in range(6)]
-    return torch.stack(advance(compression_of(compressor, ranks_per_node=None), means)).numpy()
+    means = [(make_gradient(LAYOUT, n, 2 * rank()) + make_gradient(LAYOUT, n, 2 * rank() + 1)) / 2 for n in range(6)]
+    return torch.stack(advance(make_compression(compressor, ranks_per_node=None), means)).numpy()
 
 
 def test_between_nodes_each_node_acts_as_one_rank() -> None:
@@ -126,30 +126,30 @@ def test_between_nodes_each_node_acts_as_one_rank() -> None:
 
 def test_density_one_is_the_plain_mean() -> None:
     result = torch.from_numpy(run(4, in_nodes, TopK(density=1.0))[0])
-    expected = torch.stack([sum(gradient_of(LAYOUT, n, worker) for worker in range(4)) / 4 for n in range(6)])  # type: ignore[misc]
+    expected = torch.stack([sum(make_gradient(LAYOUT, n, worker) for worker in range(4)) / 4 for n in range(6)])  # type: ignore[misc]
     assert (result - expected).abs().max() < 1e-6
 
 
-def stop_and_go_on(compressors: list[Compressor], folder: Path) -> list[bool]:
+def save_and_resume(compressors: list[Compressor], folder: Path) -> list[bool]:
     gradients, results = own_gradients(8), []
     for compressor in compressors:
-        expected = advance(compression_of(compressor), gradients)[-1]
-        first = compression_of(compressor)
+        expected = advance(make_compression(compressor), gradients)[-1]
+        first = make_compression(compressor)
         advance(first, gradients[:5])
         save(first, folder / compressor.name)
-        second = compression_of(compressor)
+        second = make_compression(compressor)
         load(second, folder / compressor.name)
         results.append(torch.equal(advance(second, gradients[5:])[-1], expected))
     return results
 
 
 def of_another_size(folder: Path) -> None:
-    load(compression_of(ExDyna(density=0.02)), folder, resplit=True)
+    load(make_compression(ExDyna(density=0.02)), folder, resplit=True)
 
 
 def test_a_resumed_run_is_bit_identical(tmp_path: Path) -> None:
     compressors = [ExDyna(density=0.02), DGC(density=0.02), PowerSGD(warmup_steps=3)]
-    assert run(4, stop_and_go_on, compressors, tmp_path) == [[True] * 3] * 4
+    assert run(4, save_and_resume, compressors, tmp_path) == [[True] * 3] * 4
     for _, error in outcomes(6, of_another_size, tmp_path / "exdyna"):
         assert "4 ranks that hold shards of the model; start as many again" in error
 
@@ -158,7 +158,7 @@ def spoil(settings: dict[str, Any], value: float) -> None:
     gradients = own_gradients(3)
     if rank() == 3:
         gradients[1][5] = value  # in a parameter that lies in one share only
-    advance(compression_of(MiCRO(density=0.02), **settings), gradients)
+    advance(make_compression(MiCRO(density=0.02), **settings), gradients)
 
 
 @pytest.mark.parametrize(("settings", "value"), [({}, torch.nan), ({"fixed_capacity": 2.0}, torch.inf)], ids=str)
@@ -181,7 +181,7 @@ def skip_a_step() -> tuple[bool, bool]:
     compression = BucketedCompression(
         PARAMETERS, MiCRO(density=0.02), Comm(), CompressionSettings(ranks_per_node=2), scaler=scaler
     )
-    expected = advance(compression_of(MiCRO(density=0.02)), [gradients[0], gradients[2]])
+    expected = advance(make_compression(MiCRO(density=0.02)), [gradients[0], gradients[2]])
     spoilt = gradients[1].clone()
     if rank() == 3:
         spoilt[5] = torch.inf
@@ -201,7 +201,7 @@ def trained(node: int | None, branches: list[str]) -> tuple[Any, int, int, int]:
         model, MiCRO(density=0.05, sampled_steps=0), CompressionSettings(ranks_per_node=node, check_conservation=True)
     )
     for number, branch in enumerate(branches):
-        inputs, labels = data_of(number, rank())
+        inputs, labels = make_data(number, rank())
         optimizer.zero_grad()
         cross_entropy(model(inputs, branch), labels).backward()
         optimizer.step()
@@ -229,7 +229,7 @@ def leave_out() -> tuple[bool, bool]:
     (reducer,) = compress_gradients(model, TopK(density=0.5), CompressionSettings(ranks_per_node=2)).reducers
     waiting = []
     for branch in ("both", "left"):
-        inputs, labels = data_of(0, rank())
+        inputs, labels = make_data(0, rank())
         model.zero_grad()
         cross_entropy(model(inputs, branch), labels).backward()
         views = [view for entry, view in reducer.layout.views(reducer.residual) if entry.name.startswith("right")]
@@ -327,7 +327,7 @@ def refusals(cases: list[tuple[int | str, str | None]]) -> list[str]:
         if local_world_size is not None:
             os.environ["LOCAL_WORLD_SIZE"] = local_world_size
         try:
-            compression_of(TopK(), node)
+            make_compression(TopK(), node)
             results.append("")
         except ConfigError as error:
             results.append(str(error))
@@ -356,7 +356,7 @@ def test_an_invalid_node_size(node: Any) -> None:
 
 @given(st.integers(1, 7), st.lists(st.integers(0, 3), min_size=1, max_size=3))
 def test_shares_tile_the_vector(parts: int, sides: list[int]) -> None:
-    layout = layout_of({"a": (3, *sides), "b": (4,), "c": (2, 5)})
+    layout = make_layout({"a": (3, *sides), "b": (4,), "c": (2, 5)})
     size = -(-layout.numel // parts)
     results = [layout.cut(number * size, size) for number in range(parts)]
     assert {part.numel for part in results} == {size}
@@ -370,7 +370,7 @@ def test_shares_tile_the_vector(parts: int, sides: list[int]) -> None:
 
 
 def waits() -> list[float]:
-    nodes = compression_of(MiCRO()).nodes
+    nodes = make_compression(MiCRO()).nodes
     assert nodes is not None
     return [group_timeout(group).total_seconds() for group in (None, nodes.intra_node.group, nodes.inter_node.group)]
 

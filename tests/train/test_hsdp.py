@@ -20,7 +20,7 @@ from smelt.train.gradients.settings import CompressionSettings
 from tests.train.parallel import outcomes, run
 from tests.train.slow_link import slow_down
 from tests.train.synthetic import rank
-from tests.train.test_ddp import Net, data_of
+from tests.train.test_ddp import Net, make_data
 
 
 def build(compressor: Compressor, seed: int = 0) -> tuple[Net, HSDPCompression | AutoHSDPCompression]:
@@ -39,7 +39,7 @@ def build(compressor: Compressor, seed: int = 0) -> tuple[Net, HSDPCompression |
 def steps(model: Net, numbers: range) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     for number in numbers:
-        inputs, labels = data_of(number, rank())
+        inputs, labels = make_data(number, rank())
         cross_entropy(model(inputs), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -58,7 +58,7 @@ def plain(number: int) -> Any:
     for step in range(number):
         optimizer.zero_grad()
         for worker in range(4):
-            inputs, labels = data_of(step, worker)
+            inputs, labels = make_data(step, worker)
             (cross_entropy(model(inputs), labels) / 4).backward()
         optimizer.step()
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).numpy()
@@ -70,7 +70,7 @@ def test_density_one_trains_like_one_rank_with_all_batches() -> None:
     assert all((parameters == results[0][0]).all() for parameters, _ in results)
 
 
-def stop_and_go_on(folder: Path) -> bool:
+def save_and_resume(folder: Path) -> bool:
     compressor = ExDyna(density=0.05)
     model, replicas = build(compressor)
     steps(model, range(3))
@@ -85,7 +85,7 @@ def stop_and_go_on(folder: Path) -> bool:
 
 
 def test_replicas_stay_equal_and_resume_bit_identically(tmp_path: Path) -> None:
-    assert run(4, stop_and_go_on, tmp_path) == [True] * 4
+    assert run(4, save_and_resume, tmp_path) == [True] * 4
     assert len(list((tmp_path / "state").glob("*.safetensors"))) == 4
 
 

@@ -22,9 +22,9 @@ from smelt.train.gradients.reducer import Reducer
 from smelt.train.gradients.settings import CompressionSettings
 from smelt.train.trainer.run_folder import RunFolder
 from tests.train.parallel import run
-from tests.train.synthetic import every_compressor, gradient_of, layout_of
+from tests.train.synthetic import every_compressor, make_gradient, make_layout
 from tests.train.test_ddp import train
-from tests.train.trainer.runs import commanded, language, trained, write_config
+from tests.train.trainer.runs import language, run_command, run_training, write_config
 
 pytestmark = pytest.mark.gpu
 DRAWN = {"randomk", "qsgd", "sage", "powersgd"}  # they draw random numbers, which differ on a GPU
@@ -77,8 +77,8 @@ def test_a_fixed_capacity_step_does_not_synchronize(kind: Any) -> None:
     compressor = (
         HardThreshold(density=0.02, threshold=0.01) if kind is HardThreshold else kind(density=0.02, sampled_steps=0)
     )
-    reducer = Reducer(compressor, layout_of(), Comm(), CompressionSettings(fixed_capacity=3.0), device="cuda")
-    gradients = [gradient_of(reducer.layout, number, 0).cuda() for number in range(6)]
+    reducer = Reducer(compressor, make_layout(), Comm(), CompressionSettings(fixed_capacity=3.0), device="cuda")
+    gradients = [make_gradient(reducer.layout, number, 0).cuda() for number in range(6)]
     for gradient in gradients[:2]:  # kernels are compiled and loaded
         reducer.reduce(gradient)
     torch.cuda.set_sync_debug_mode("error")
@@ -111,13 +111,13 @@ def test_a_fixed_capacity_step_does_not_synchronize(kind: Any) -> None:
 )
 def test_the_trainer_learns_and_resumes(changes: dict[str, Any], tmp_path: Path) -> None:
     content = language(tmp_path, device="cuda", **changes)
-    uninterrupted = trained(2, content, tmp_path / "run")
+    uninterrupted = run_training(2, content, tmp_path / "run")
     assert uninterrupted[-1]["loss"] < uninterrupted[0]["loss"] - 0.05
     assert RunFolder(tmp_path / "run").read_metadata()["device"] == "cuda"
     last = tmp_path / "run" / "checkpoints" / "step-6"
     kept = load_file(last / "model.safetensors")
     shutil.rmtree(last)
-    trained(2, content, tmp_path / "run", resume=True)
+    run_training(2, content, tmp_path / "run", resume=True)
     for name, tensor in load_file(last / "model.safetensors").items():
         assert torch.allclose(tensor, kept[name], atol=1e-3), name  # sums of a GPU have no fixed order
 
@@ -127,7 +127,7 @@ def test_the_command_runs_under_nccl(tmp_path: Path) -> None:
         tmp_path, device="cuda", gradients="exdyna:density=0.05,sampled_steps=2", exchange={"fixed_capacity": 2.0}
     )
     arguments = [str(write_config(tmp_path / "run.yaml", content)), "--out", str(tmp_path / "run")]
-    ((code, stderr),) = commanded(1, arguments, tmp_path)
+    ((code, stderr),) = run_command(1, arguments, tmp_path)
     assert code == 0, stderr
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert "nccl" in facts["backend"]
@@ -144,8 +144,8 @@ def test_a_nonfinite_gradient_fails_both_ranks() -> None:
 def spoilt(compressor: Compressor) -> str:
     """Return the error of a rank when its own or a peer's gradient is NaN."""
     workers = Comm()
-    reducer = Reducer(compressor, layout_of(), workers, CompressionSettings(), device="cuda")
-    gradient = gradient_of(reducer.layout, 0, workers.rank).cuda()
+    reducer = Reducer(compressor, make_layout(), workers, CompressionSettings(), device="cuda")
+    gradient = make_gradient(reducer.layout, 0, workers.rank).cuda()
     reducer.reduce(gradient)
     if workers.rank:
         gradient[7] = torch.nan

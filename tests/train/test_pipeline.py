@@ -42,7 +42,7 @@ def stages() -> list[nn.Sequential]:
     return [nn.Sequential(*(Block(20 + 4 * (2 * stage + part)) for part in range(3))) for stage in range(2)]
 
 
-def batch_of(number: int, replica: int) -> tuple[Tensor, Tensor]:
+def make_batch(number: int, replica: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 * number + replica)
     return torch.randn(16, 12, generator=generator), torch.randint(12, (16,), generator=generator)
 
@@ -65,7 +65,7 @@ class Worker:
     def steps(self, numbers: range) -> Any:
         """Train for these steps and return the stage's parameters."""
         for number in numbers:
-            inputs, labels = batch_of(number, self.replica)
+            inputs, labels = make_batch(number, self.replica)
             self.optimiser.zero_grad()
             self.schedule.step(*([inputs] if self.place == 0 else []), target=labels if self.place else None)
             self.compression.finish()
@@ -91,7 +91,7 @@ def alone(steps: int) -> list[Any]:
     for number in range(steps):
         optimizer.zero_grad()
         for replica in range(2):
-            inputs, labels = batch_of(number, replica)
+            inputs, labels = make_batch(number, replica)
             (cross_entropy(model(inputs), labels) / 2).backward()
         optimizer.step()
     return [flat(part) for part in parts]
@@ -116,7 +116,7 @@ def beside_the_pipeline(compressor: Compressor, steps: int) -> tuple[Any, Any]:
     compression = compress_stage(model, compressor, group, microbatches=PARTS, scale_grads=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     for number in range(steps):
-        inputs, labels = batch_of(number, rank())
+        inputs, labels = make_batch(number, rank())
         optimizer.zero_grad()
         for some, targets in zip(inputs.chunk(PARTS), labels.chunk(PARTS), strict=True):
             (cross_entropy(model(some), targets) / PARTS).backward()
@@ -141,12 +141,12 @@ def conserved() -> list[float]:
     total = applied = torch.zeros(sum(parameter.numel() for parameter in twin.parameters()))
     for number in range(5):
         module.zero_grad()
-        for some in batch_of(number, rank())[0].chunk(PARTS):
+        for some in make_batch(number, rank())[0].chunk(PARTS):
             module(some).square().sum().backward()
         compression.finish()
         applied = applied + 2 * torch.cat([parameter.grad.flatten() for parameter in module.parameters()])
         twin.zero_grad()
-        twin(batch_of(number, rank())[0]).square().sum().div(PARTS).backward()
+        twin(make_batch(number, rank())[0]).square().sum().div(PARTS).backward()
         total = total + torch.cat([parameter.grad.flatten() for parameter in twin.parameters()])
     left = {
         entry.name: view
@@ -193,7 +193,7 @@ def test_late_layers_are_reduced_during_backward_of_early_ones() -> None:
         assert events == ["the last layer is reduced", "the first layer goes backward"]
 
 
-def stop_and_go_on(folder: Path) -> bool:
+def save_and_resume(folder: Path) -> bool:
     worker = Worker(ExDyna(density=0.1))
     worker.steps(range(3))
     place = folder / f"stage-{worker.place}"
@@ -207,13 +207,13 @@ def stop_and_go_on(folder: Path) -> bool:
 
 
 def test_a_resumed_stage_is_bit_identical(tmp_path: Path) -> None:
-    assert run(4, stop_and_go_on, tmp_path) == [True] * 4
+    assert run(4, save_and_resume, tmp_path) == [True] * 4
 
 
 def spoiled() -> None:
     module = stages()[0]
     compression = compress_stage(module, MiCRO(density=0.1), distributed.group.WORLD, microbatches=1)
-    (module(batch_of(0, 0)[0]).sum() * (torch.inf if rank() else 1.0)).backward()
+    (module(make_batch(0, 0)[0]).sum() * (torch.inf if rank() else 1.0)).backward()
     compression.finish()
 
 
@@ -221,7 +221,7 @@ def miscounted() -> None:
     module = stages()[0]
     compression = compress_stage(module, MiCRO(), distributed.group.WORLD, microbatches=3)
     for _ in range(2):
-        module(batch_of(0, 0)[0]).sum().backward()
+        module(make_batch(0, 0)[0]).sum().backward()
     compression.finish()
 
 

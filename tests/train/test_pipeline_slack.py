@@ -20,7 +20,7 @@ from smelt.train.gradients.pipeline.slack import (
 )
 
 
-def link_of(alpha: float, bandwidth: float, workers: int = 8) -> Link:
+def make_link(alpha: float, bandwidth: float, workers: int = 8) -> Link:
     return Link(workers, "none", dict.fromkeys(COLLECTIVES, CollectiveFit(alpha, 1 / bandwidth, 0.0, (), ())))
 
 
@@ -49,20 +49,20 @@ def test_communication_longer_than_its_slack_delays_the_step() -> None:
 
 
 def test_times_match_the_cost_model() -> None:
-    link = link_of(
+    link = make_link(
         0.0, 12.5e9
     )  # the card: 25.6 M elements, 8 workers, 100 Gb/s, exclusive at 0.001: 0.13 ms with alphas
     assert dense_time(25.6e6, link) == pytest.approx(0.01434, rel=0.01)
     one = 0.001 * 25.6e6
     assert sparse_time(25.6e6, 0.001, link) == pytest.approx((7 / 8 * one * 4 + 2 * 7 / 8 * one * 4) / 12.5e9, rel=0.01)
-    alphas = link_of(1.0, 1e30)
+    alphas = make_link(1.0, 1e30)
     assert stage_time([10, 10, 10], 0.5, alphas) == pytest.approx(9) and stage_time([10], 1.0, alphas) == pytest.approx(
         2
     )
 
 
 def test_only_the_first_stage_is_exposed_and_density_grows() -> None:
-    layers, backward, link = [[1_000_000] * 4] * 6, [0.005] * 6, link_of(1e-5, 1.25e9)
+    layers, backward, link = [[1_000_000] * 4] * 6, [0.005] * 6, make_link(1e-5, 1.25e9)
     result = densities_from_slack(layers, backward, link, floor=0.001)
     sent = [stage_time(sizes, density, link) for sizes, density in zip(layers, result, strict=True)]
     assert result[0] == 0.001 and result[-1] == 1.0
@@ -75,10 +75,10 @@ def test_only_the_first_stage_is_exposed_and_density_grows() -> None:
 
 
 def test_a_slow_link_leaves_every_stage_at_the_floor() -> None:
-    assert densities_from_slack([[1000]] * 3, [1e-6] * 3, link_of(0.01, 1e6), 0.01) == [0.01] * 3
+    assert densities_from_slack([[1000]] * 3, [1e-6] * 3, make_link(0.01, 1e6), 0.01) == [0.01] * 3
 
 
 @pytest.mark.parametrize(("floor", "backward", "words"), [(0.0, [1.0], "floor is 0"), (0.1, [1.0, 2.0], "1 stages")])
 def test_invalid_arguments_raise_one_sentence(floor: float, backward: list[float], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        densities_from_slack([[10]], backward, link_of(0, 1), floor)
+        densities_from_slack([[10]], backward, make_link(0, 1), floor)

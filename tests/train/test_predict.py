@@ -33,7 +33,7 @@ from smelt.train.gradients.dense import Dense
 from tests.train.parallel import run
 
 
-def link_of(alpha: float, bandwidth: float, workers: int = 2) -> Link:
+def make_link(alpha: float, bandwidth: float, workers: int = 2) -> Link:
     line = CollectiveFit(alpha, 1 / bandwidth, 0.0, (), ())
     return Link(workers, "none", dict.fromkeys(COLLECTIVES, line))
 
@@ -45,11 +45,11 @@ def wait(method: str, seconds: float) -> CostPrediction:
 def test_plain_ddp_cost_matches_the_card() -> None:
     """G = 25.6 M, 8 workers at 100 Gb/s: 14.4 ms; 64 workers at 10 Gb/s: 165 ms."""
     for workers, bandwidth, seconds in ((8, 12.5e9, 0.0144), (64, 1.25e9, 0.165)):
-        assert predict_ddp(25_600_000, link_of(0, bandwidth, workers)).exposed == pytest.approx(seconds, rel=0.03)
+        assert predict_ddp(25_600_000, make_link(0, bandwidth, workers)).exposed == pytest.approx(seconds, rel=0.03)
 
 
 def test_backward_overlaps_ddp_but_its_last_bucket_and_no_compressor() -> None:
-    elements, link = 4 * 25 * 2**18, link_of(0.001, 1e9)  # four buckets of 25 MiB
+    elements, link = 4 * 25 * 2**18, make_link(0.001, 1e9)  # four buckets of 25 MiB
     open_ended = predict_ddp(elements, link)
     one = 0.001 + 25 * 2**20 / 1e9
     assert open_ended.exposed == pytest.approx(4 * one)
@@ -96,13 +96,13 @@ COMPRESSORS = [
 ALPHA, BANDWIDTH = 0.001, 1e7
 
 
-def rehearsed() -> list[tuple[DryRunResult, int]]:
+def dry_run_result() -> list[tuple[DryRunResult, int]]:
     """Return each compressor's dry run, and the bytes of a reducer that does the same steps."""
     workers, layout = Comm(), synthetic_layout(20_000)
     gradient = synthetic_gradient(layout, workers, torch.device("cpu"))
     results = []
     for compressor in [*COMPRESSORS, PowerSGD()]:
-        tried = dry_run_compressor(compressor, gradient, layout, workers, link_of(ALPHA, BANDWIDTH))
+        tried = dry_run_compressor(compressor, gradient, layout, workers, make_link(ALPHA, BANDWIDTH))
         reducer = reducer_class(compressor)(compressor, layout, Comm())
         before = compressor.warmup_steps if isinstance(compressor, PowerSGD) else 0
         for _ in range(before + _STEPS):
@@ -114,7 +114,7 @@ def rehearsed() -> list[tuple[DryRunResult, int]]:
 def test_far_slower_methods_are_not_measured_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, choose = [], TopK.select
     monkeypatch.setattr(TopK, "select", lambda self, step: (sizes.append(len(step.residual)), choose(self, step))[1])
-    layout, link = synthetic_layout(20_000), link_of(ALPHA, BANDWIDTH)
+    layout, link = synthetic_layout(20_000), make_link(ALPHA, BANDWIDTH)
     gradient = synthetic_gradient(layout, Comm(), torch.device("cpu"))
     dry_run_compressor(TopK(density=0.01), gradient, layout, Comm(), link)
     dry_run_compressor(TopK(density=0.01), gradient, layout, Comm(), link, best_seconds=0.0)
@@ -122,7 +122,7 @@ def test_far_slower_methods_are_not_measured_twice(monkeypatch: pytest.MonkeyPat
 
 
 def test_bytes_match_the_reducer_and_all_ranks_agree() -> None:
-    first, second = run(2, rehearsed)
+    first, second = run(2, dry_run_result)
     assert [tried for tried, _ in first] == [tried for tried, _ in second]
     for tried, sent in first:
         larger = max(sent, *(other for each, other in second if each.method == tried.method))
@@ -150,7 +150,7 @@ def largest_messages() -> dict[str, int]:
         setattr(Comm, name, watched(getattr(Comm, name)))
     for compressor in COMPRESSORS:
         sent.clear()
-        dry_run_compressor(compressor, gradient, layout, workers, link_of(ALPHA, BANDWIDTH))
+        dry_run_compressor(compressor, gradient, layout, workers, make_link(ALPHA, BANDWIDTH))
         results[method_label(compressor)] = max(sent)
     return results
 
@@ -163,7 +163,7 @@ def test_a_trial_does_not_send_a_full_bucket() -> None:
 def tried_on_a_part() -> tuple[DryRunResult, int]:
     workers, layout = Comm(), synthetic_layout(5 * 2**19)
     gradient = synthetic_gradient(layout, workers, torch.device("cpu"))
-    return dry_run_compressor(Dense(), gradient, layout, workers, link_of(ALPHA, BANDWIDTH)), layout.numel
+    return dry_run_compressor(Dense(), gradient, layout, workers, make_link(ALPHA, BANDWIDTH)), layout.numel
 
 
 def test_a_trial_on_a_slice_is_extrapolated() -> None:

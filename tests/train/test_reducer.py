@@ -31,7 +31,7 @@ from smelt.train.gradients.conservation import ConservationCheck
 from smelt.train.gradients.reducer import Reducer
 from smelt.train.gradients.settings import CompressionSettings
 from tests.train.parallel import outcomes, run
-from tests.train.synthetic import build_reducer, every_compressor, gradient_of, layout_of, rank
+from tests.train.synthetic import build_reducer, every_compressor, make_gradient, make_layout, rank
 
 SPARSE = [ExDyna, MiCRO, DEFT, SAGE, TopK, CLTk, DGC, SIDCo, RandomK]
 
@@ -45,7 +45,7 @@ def conserve(
 ) -> list[tuple[str, float, list[str]]]:
     """Return the name, the error of the sums over all steps, and hashes of some results."""
     results = []
-    gradients = [gradient_of(layout_of(), number, rank()) for number in range(steps)]
+    gradients = [make_gradient(make_layout(), number, rank()) for number in range(steps)]
     for compressor in compressors:
         reducer = build_reducer(compressor, settings)
         account, hashes = ConservationCheck(reducer.residual), []
@@ -96,7 +96,7 @@ def check_in_debug_mode(compressors: list[Compressor]) -> int:
     for compressor in compressors:
         reducer = build_reducer(compressor, CompressionSettings(check_conservation=True))
         for number in range(5):
-            reducer.reduce(gradient_of(reducer.layout, number, rank()))
+            reducer.reduce(make_gradient(reducer.layout, number, rank()))
     return len(compressors)
 
 
@@ -106,9 +106,9 @@ def test_the_debug_mode_accepts_every_compressor_with_and_without_momentum() -> 
 
 def lose() -> None:
     reducer = build_reducer(TopK(density=0.1), CompressionSettings(check_conservation=True))
-    reducer.reduce(gradient_of(reducer.layout, 0, rank()))
+    reducer.reduce(make_gradient(reducer.layout, 0, rank()))
     reducer.residual[3] += 0.5
-    reducer.reduce(gradient_of(reducer.layout, 1, rank()))
+    reducer.reduce(make_gradient(reducer.layout, 1, rank()))
 
 
 def test_the_debug_mode_detects_an_invented_value() -> None:
@@ -124,7 +124,7 @@ def everything_at_once(kinds: list[type[Any]]) -> dict[str, float]:
         reducer = build_reducer(compressor(density=1.0, **more))
         worst = 0.0
         for number in range(4):
-            gradient = gradient_of(reducer.layout, number, rank())
+            gradient = make_gradient(reducer.layout, number, rank())
             mean = gradient.clone()
             distributed.all_reduce(mean)
             mean /= reducer.comm.world_size
@@ -138,11 +138,11 @@ def test_density_one_is_the_plain_mean() -> None:
         assert difference < 1e-6, name
 
 
-def paper_form() -> tuple[float, float, float]:
+def lr_scaled() -> tuple[float, float, float]:
     """Residuals of lr * g: check lr-weighted sums plus residuals, and the difference from the code form."""
     rates = [0.1, 0.1, 0.01, 0.01, 0.5]
     now = [0.0]
-    layout = layout_of()
+    layout = make_layout()
     paper = Reducer(
         TopK(density=0.05),
         layout,
@@ -155,7 +155,7 @@ def paper_form() -> tuple[float, float, float]:
     differences = []
     for number, rate in enumerate(rates):
         now[0] = rate
-        gradient = gradient_of(layout, number, rank())
+        gradient = make_gradient(layout, number, rank())
         mean = paper.reduce(gradient)
         account.add(rate * gradient, rate * mean.double() * paper.comm.world_size)
         differences.append(float((mean - code.reduce(gradient)).abs().max()))
@@ -163,16 +163,16 @@ def paper_form() -> tuple[float, float, float]:
 
 
 def test_error_feedback_forms_differ_only_when_the_learning_rate_changes() -> None:
-    error, before, after = run(2, paper_form)[0]
+    error, before, after = run(2, lr_scaled)[0]
     assert error < 1e-5
     assert before < 1e-7 < after
 
 
-def account_of(compressor: Compressor, settings: CompressionSettings) -> list[tuple[int, ...]]:
+def traffic_of_steps(compressor: Compressor, settings: CompressionSettings) -> list[tuple[int, ...]]:
     reducer = build_reducer(compressor, settings)
     results = []
     for number in range(3):
-        reducer.reduce(gradient_of(reducer.layout, number, rank()))
+        reducer.reduce(make_gradient(reducer.layout, number, rank()))
         reducer.resolve_deferred()
         traffic = reducer.traffic
         results.append(
@@ -183,11 +183,11 @@ def account_of(compressor: Compressor, settings: CompressionSettings) -> list[tu
 
 def test_every_byte_is_counted() -> None:
     """By hand, for 4 ranks: 3 peers' selections padded to the longest, and a ring all-reduce of the values."""
-    elements = layout_of().numel
+    elements = make_layout().numel
     number = int(0.05 * elements)
-    for counts, plan, indices, values, padding, chosen in run(4, account_of, TopK(density=0.05), CompressionSettings())[
-        0
-    ]:
+    for counts, plan, indices, values, padding, chosen in run(
+        4, traffic_of_steps, TopK(density=0.05), CompressionSettings()
+    )[0]:
         assert counts == 3 * (4 + 4 + 4)  # the flag, the count, and the count of the only block
         assert plan == 0
         assert indices == 3 * number * 2  # 16 bits inside the block
@@ -195,31 +195,31 @@ def test_every_byte_is_counted() -> None:
         assert padding == 0
         assert number < chosen < 4 * number
     for counts, _, indices, values, _, chosen in run(
-        4, account_of, RandomK(density=0.05), CompressionSettings(wire_dtype="int8")
+        4, traffic_of_steps, RandomK(density=0.05), CompressionSettings(wire_dtype="int8")
     )[0]:
         part = -(-number // 4)
         assert (counts, indices, chosen) == (3 * 8, 0, number)
         assert values == 3 * (part + 4 * -(-part // 256)) * 2  # to the reducing rank, and back
-    rows = run(4, account_of, MiCRO(density=0.05), CompressionSettings())
+    rows = run(4, traffic_of_steps, MiCRO(density=0.05), CompressionSettings())
     for step in range(3):
         others = sum(rows[other][step][2] - rows[other][step][4] for other in range(4))  # without padding
         assert others == 3 * 2 * rows[0][step][5]
 
 
 def test_signs_take_one_bit_each() -> None:
-    elements = layout_of().numel
-    for _, _, _, values, padding, _ in run(2, account_of, EFSign(), CompressionSettings())[0]:
+    elements = make_layout().numel
+    for _, _, _, values, padding, _ in run(2, traffic_of_steps, EFSign(), CompressionSettings())[0]:
         assert values == 4 + 6 * 4 + -(-elements // 8)
         assert padding == 0
 
 
-def in_slots(compressor: Compressor, slots: float, steps: int) -> tuple[float, list[int], list[int], bool]:
-    layout = layout_of()
+def with_fixed_capacity(compressor: Compressor, slots: float, steps: int) -> tuple[float, list[int], list[int], bool]:
+    layout = make_layout()
     fixed, free = build_reducer(compressor, CompressionSettings(fixed_capacity=slots)), build_reducer(compressor)
     account = ConservationCheck(fixed.residual)
     sizes, max_counts, same = [], [], True
     for number in range(steps):
-        gradient = gradient_of(layout, number, rank())
+        gradient = make_gradient(layout, number, rank())
         mean = fixed.reduce(gradient)
         same &= torch.allclose(mean, free.reduce(gradient), rtol=1e-5, atol=1e-7)
         account.add(gradient, mean.double() * fixed.comm.world_size)
@@ -231,23 +231,23 @@ def in_slots(compressor: Compressor, slots: float, steps: int) -> tuple[float, l
 
 def test_fixed_capacity_gives_the_same_result_until_it_overflows() -> None:
     for compressor in (TopK(density=0.02), MiCRO(density=0.02), ExDyna(density=0.02)):
-        error, sizes, _, same = run(3, in_slots, compressor, 3.0, 20)[0]
+        error, sizes, _, same = run(3, with_fixed_capacity, compressor, 3.0, 20)[0]
         assert error < 1e-5
         assert same, compressor.name
         assert len(set(sizes[1:])) == 1
 
 
 def test_overflow_beyond_fixed_capacity_stays_in_the_residual() -> None:
-    error, _, chosen, same = run(3, in_slots, HardThreshold(density=0.01, threshold=0.01), 1.0, 20)[0]
+    error, _, chosen, same = run(3, with_fixed_capacity, HardThreshold(density=0.01, threshold=0.01), 1.0, 20)[0]
     assert error < 1e-5
     assert not same
-    assert max(chosen) <= 3 * int(0.01 * layout_of().numel)
+    assert max(chosen) <= 3 * int(0.01 * make_layout().numel)
 
 
 def spoil(compressor: Compressor, settings: CompressionSettings, value: float) -> None:
     reducer = build_reducer(compressor, settings)
     for number in range(3):
-        gradient = gradient_of(reducer.layout, number, rank())
+        gradient = make_gradient(reducer.layout, number, rank())
         if number == 1 and rank() == 1:
             gradient[5] = value
         reducer.reduce(gradient)
@@ -285,7 +285,7 @@ def test_an_overflowing_sum_is_not_a_nonfinite_gradient() -> None:
 def different(what: str) -> None:
     shapes = {"a": (3, 4 + (rank() if what == "model" else 0))}
     density = 0.1 + (rank() if what == "settings" else 0) * 0.1
-    build_reducer(TopK(density=density), layout=layout_of(shapes))
+    build_reducer(TopK(density=density), layout=make_layout(shapes))
 
 
 @pytest.mark.parametrize(("what", "named"), [("model", "model"), ("settings", "gradient compression")])

@@ -13,7 +13,7 @@ from smelt.train.gradients.settings import CompressionSettings
 from smelt.train.gradients.step import CompressedStep
 from tests.train.parallel import outcomes, run
 from tests.train.synthetic import rank
-from tests.train.test_ddp import Net, data_of
+from tests.train.test_ddp import Net, make_data
 
 
 def train(kind: str, branches: list[str]) -> Any:
@@ -26,7 +26,7 @@ def train(kind: str, branches: list[str]) -> Any:
         else CompressedStep(model, compressor, CompressionSettings(check_conservation=True), bucket_cap_mb=0.01)
     )
     for number, branch in enumerate(branches):
-        inputs, labels = data_of(number, rank())
+        inputs, labels = make_data(number, rank())
         optimizer.zero_grad()
         cross_entropy(model(inputs, branch), labels).backward()
         if step is not None:

@@ -18,7 +18,7 @@ from smelt.train.gradients.compressor import Compressor
 from smelt.train.gradients.compressors import SAGE, ExDyna, HardThreshold, MiCRO, SIDCo
 from smelt.train.gradients.reducer import Reducer
 from smelt.train.gradients.settings import CompressionSettings
-from tests.train.synthetic import gradient_of, layout_of
+from tests.train.synthetic import make_gradient, make_layout
 
 there = pytest.mark.skipif(compiled.library() is None, reason="needs an x86 processor and a C++ compiler")
 METHODS = [MiCRO, ExDyna, HardThreshold, SAGE, SIDCo]
@@ -70,8 +70,8 @@ def test_several_threads_select_the_same_in_the_same_order(start: int, stop: int
 
 def trained(compressor: Compressor, settings: CompressionSettings, device: str = "cpu") -> tuple[list[Tensor], Tensor]:
     """Return the results of some steps of one rank, and its residual."""
-    reducer = Reducer(compressor, layout_of(), Comm(), settings, device=device)
-    results = [reducer.reduce(gradient_of(reducer.layout, number, 0).to(device)).cpu() for number in range(6)]
+    reducer = Reducer(compressor, make_layout(), Comm(), settings, device=device)
+    results = [reducer.reduce(make_gradient(reducer.layout, number, 0).to(device)).cpu() for number in range(6)]
     reducer.resolve_deferred()
     return results, reducer.residual.cpu()
 
@@ -98,7 +98,7 @@ def test_the_reducer_uses_the_compiled_kernel(kind: Any, slots: float | None, mo
         expected, left = trained(compressor, CompressionSettings(fixed_capacity=slots))
     calls = counted(monkeypatch, compiled)
     results, residual = trained(compressor, CompressionSettings(fixed_capacity=slots))
-    assert calls == [layout_of().numel] * 6
+    assert calls == [make_layout().numel] * 6
     assert all(map(torch.equal, results, expected))
     assert torch.equal(residual, left)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.server_process import CONTEXT, Server, pieces, start
+from tests.serve.server_process import CONTEXT, Server, read_events, start
 
 CAP, BLOCK = 256, 16
 MOST = CAP // BLOCK
@@ -59,7 +59,7 @@ def test_several_clients_at_once_and_one_that_disconnects(small: Server) -> None
         assert 0 < small.state()["blocks_used"] <= MOST
     small.wait_until_idle()
     with small.http.stream("POST", small.url + "/v1/completions", json={**body, "max_tokens": 20, "n": 3}) as response:
-        events = pieces(response)
+        events = read_events(response)
     texts = ["".join(c["text"] for e in events for c in e["choices"] if c["index"] == index) for index in range(3)]
     assert texts[0] and len(set(texts)) == 1
     small.wait_until_idle()

@@ -78,11 +78,11 @@ class Work:
         cross_entropy(logits.flatten(0, 1), self._tokens.flatten()).backward()
 
 
-def known(network: nn.Module) -> ModelProfile:
+def profile_network(network: nn.Module) -> ModelProfile:
     return profile_layers(network, Work(network), Comm(), CPU)
 
 
-def trained(plan: ShardingPlan | None) -> Any:
+def train_sharded(plan: ShardingPlan | None) -> Any:
     torch.manual_seed(0)
     network = Network()
     mesh = init_device_mesh("cpu", (2,))
@@ -91,7 +91,7 @@ def trained(plan: ShardingPlan | None) -> Any:
             fully_shard(layer, mesh=mesh)
         fully_shard(network, mesh=mesh)
     else:
-        apply_plan(plan, known(network), network, mesh)
+        apply_plan(plan, profile_network(network), network, mesh)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.3)
     for number in range(5):
         Work(network, number)()
@@ -99,11 +99,11 @@ def trained(plan: ShardingPlan | None) -> Any:
     return torch.cat([parameter.detach().full_tensor().flatten() for parameter in network.parameters()]).numpy()
 
 
-def followed(plan: ShardingPlan, scaled: bool) -> tuple[Any, StepTimeline, StepTimeline]:
+def train_and_trace(plan: ShardingPlan, scaled: bool) -> tuple[Any, StepTimeline, StepTimeline]:
     """Return the parameters after training and both timelines."""
-    parameters = trained(plan)
+    parameters = train_sharded(plan)
     network = Network(scaled=scaled)
-    model = known(network)
+    model = profile_network(network)
     gather, scatter = measure_collectives(Comm(), CPU)
     predicted = predict_timeline(model, plan, ClusterSpec(2, gather, scatter, 1e12, overlap=False))
     apply_plan(plan, model, network, init_device_mesh("cpu", (2,)))
@@ -117,9 +117,9 @@ def events(timeline: StepTimeline) -> list[tuple[str, int]]:
 
 
 def test_every_plan_trains_like_plain_fsdp_in_the_predicted_order() -> None:
-    plain = run(2, trained, None)[0]
+    plain = run(2, train_sharded, None)[0]
     for name, plan in PLANS.items():
-        for parameters, predicted, real in run(2, followed, plan, name != "together"):
+        for parameters, predicted, real in run(2, train_and_trace, plan, name != "together"):
             assert abs(parameters - plain).max() < 1e-6, name
             assert events(real) == events(predicted), name
             assert (("reduce-scatter", ROOT) in real.order) == (name != "together"), name
@@ -127,10 +127,10 @@ def test_every_plan_trains_like_plain_fsdp_in_the_predicted_order() -> None:
             assert real.peak_memory is None and 0 < real.compute_seconds < real.seconds and real.exposed_seconds > 0
 
 
-def planned() -> tuple[dict[str, Any], ShardingPlan]:
+def measure_and_plan() -> tuple[dict[str, Any], ShardingPlan]:
     """Measure, then plan within memory, with no settings."""
     network = Network()
-    model = known(network)
+    model = profile_network(network)
     workers = Comm()
     gather, scatter = measure_collectives(workers, CPU)
     cluster = ClusterSpec(workers.world_size, gather, scatter, 1e9, overlap=False)
@@ -139,7 +139,7 @@ def planned() -> tuple[dict[str, Any], ShardingPlan]:
 
 
 def test_layers_are_detected_and_measured_equally_on_all_ranks() -> None:
-    first, second = run(2, planned)
+    first, second = run(2, measure_and_plan)
     assert first == second
     model, plan = first
     assert [layer["name"] for layer in model["layers"]] == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
@@ -153,13 +153,13 @@ def test_layers_are_detected_and_measured_equally_on_all_ranks() -> None:
     )  # nothing is gathered twice where memory allows it
 
 
-def counted() -> dict[str, Any]:
+def estimate_network() -> dict[str, Any]:
     network = Network(tied=True)
     return estimate_layers(network, Work(network), 1e6, Comm(), CPU).to_json()
 
 
 def test_times_are_flops_over_speed_and_tied_layers_stay_with_the_root() -> None:
-    model = run(2, counted)[0]
+    model = run(2, estimate_network)[0]
     assert [layer["name"] for layer in model["layers"]] == ["blocks.0", "blocks.1", "blocks.2"]
     products = 2 * 8 * 6 * 24 * 64 * 2  # two matrices, forward
     assert model["layers"][1]["forward"] == pytest.approx(products / 1e6)
@@ -167,9 +167,9 @@ def test_times_are_flops_over_speed_and_tied_layers_stay_with_the_root() -> None
     assert model["root"]["bytes"] == 3840 + 96 and model["root"]["forward"] > 0
 
 
-def refused(what: str) -> None:
+def apply_invalid_plan(what: str) -> None:
     network, mesh = Network(), init_device_mesh("cpu", (2,))
-    model = known(network)
+    model = profile_network(network)
     if what == "other":
         layers = (replace(model.layers[0], name="gone"), *model.layers[1:])
         apply_plan(PLANS["together"], replace(model, layers=layers), network, mesh)
@@ -188,7 +188,7 @@ def refused(what: str) -> None:
     ],
 )
 def test_invalid_models_raise_one_sentence(what: str, words: str) -> None:
-    for _, error in outcomes(2, refused, what):
+    for _, error in outcomes(2, apply_invalid_plan, what):
         assert error.startswith("ConfigError") and words in error
 
 

@@ -88,7 +88,7 @@ def write_idx(path: Path, values: np.ndarray) -> None:
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 
-def config_of(content: dict[str, Any]) -> TrainConfig:
+def parse_config(content: dict[str, Any]) -> TrainConfig:
     return parse(TrainConfig, content, "the configuration")
 
 
@@ -97,28 +97,28 @@ def write_config(path: Path, content: dict[str, Any]) -> Path:
     return path
 
 
-def through(content: dict[str, Any], out: Path, resume: bool = False, resplit: bool = False) -> None:
+def train_rank(content: dict[str, Any], out: Path, resume: bool = False, resplit: bool = False) -> None:
     """Run one rank; all ranks share the GPU if there is one."""
     device = torch.device("cuda", 0) if content["device"] == "cuda" else torch.device("cpu")
-    Trainer(config_of(content), out, device, resume=resume, resplit=resplit).train()
+    Trainer(parse_config(content), out, device, resume=resume, resplit=resplit).train()
 
 
-def trained(workers: int, content: dict[str, Any], out: Path, **options: bool) -> list[dict[str, Any]]:
+def run_training(workers: int, content: dict[str, Any], out: Path, **options: bool) -> list[dict[str, Any]]:
     """Return the log lines of a completed run."""
-    parallel.run(workers, _through, content, out, options)
+    parallel.run(workers, _train_rank, content, out, options)
     return RunFolder(out).read_log()
 
 
-def refused(workers: int, content: dict[str, Any], out: Path, **options: bool) -> list[str]:
+def run_refused(workers: int, content: dict[str, Any], out: Path, **options: bool) -> list[str]:
     """Return the error of each rank."""
-    return [error.partition("\n")[0] for _, error in parallel.outcomes(workers, _through, content, out, options)]
+    return [error.partition("\n")[0] for _, error in parallel.outcomes(workers, _train_rank, content, out, options)]
 
 
-def _through(content: dict[str, Any], out: Path, options: dict[str, bool]) -> None:
-    through(content, out, **options)
+def _train_rank(content: dict[str, Any], out: Path, options: dict[str, bool]) -> None:
+    train_rank(content, out, **options)
 
 
-def commanded(
+def run_command(
     workers: int, words: list[str], folder: Path, command: Callable[[list[str]], None] = main
 ) -> list[tuple[int, str]]:
     """Return the exit code and stderr of each rank of a command, started in `folder` as torchrun starts it."""

@@ -19,7 +19,7 @@ from smelt.train.trainer.config import ScheduleConfig, TrainConfig
 from smelt.train.trainer.dataloader import ShuffledSampler, batch_start
 from smelt.train.trainer.gradient_sync import build_compressor, normalize_gradients
 from smelt.train.trainer.optimizer import lr_at
-from tests.train.trainer.runs import config_of, write_config
+from tests.train.trainer.runs import parse_config, write_config
 
 ROOT = Path(__file__).parents[3]
 MODEL = {"model": "a-model"}
@@ -57,7 +57,7 @@ MODEL = {"model": "a-model"}
 )
 def test_invalid_configs_raise_one_sentence(content: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        config_of({**MODEL, **content})
+        parse_config({**MODEL, **content})
     assert words in str(caught.value)
 
 
@@ -67,7 +67,7 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     read = TrainConfig.load(path)
     assert (read.optimizer.lr, read.gradients, read.max_grad_norm) == (3e-4, {"method": "micro"}, 1.0)
     assert read.precision == "off"
-    assert config_of(read.to_json()) == read
+    assert parse_config(read.to_json()) == read
     assert TrainConfig.load(path, "topk:density=1e-2").gradients == {"method": "topk", "density": 0.01}
     with pytest.raises(ConfigError, match="does not say which `model` to train"):
         TrainConfig.load(write_config(path, {"steps": 3}))
@@ -80,7 +80,7 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
 
 def test_old_keys_work_with_a_warning_and_runs_started_with_them_resume(tmp_path: Path) -> None:
     with pytest.warns(FutureWarning, match="`warm_up` .* is now called `warmup_steps`"):
-        config = config_of({**MODEL, "schedule": {"warm_up": 4}})
+        config = parse_config({**MODEL, "schedule": {"warm_up": 4}})
     assert config.schedule.warmup_steps == 4
     before = config.to_json()
     before["batch"], before["clip"] = before.pop("batch_size"), before.pop("max_grad_norm")

@@ -24,7 +24,7 @@ from smelt.train import on_ray
 from smelt.train.on_ray import _find_cause
 from smelt.train.trainer.distributed import LostWorkerError
 from smelt.train.trainer.run_folder import RunFolder
-from tests.train.trainer.runs import commanded, language, trained, write_config
+from tests.train.trainer.runs import language, run_command, run_training, write_config
 
 pytest.importorskip("ray", reason="needs Ray Train, which is large: pip install 'smelt[ray]'")
 psutil = pytest.importorskip("psutil", reason="shows which processes Ray has started")
@@ -104,7 +104,7 @@ def test_two_ray_workers_match_two_torchrun_ranks_bit_for_bit(tmp_path: Path, st
     environments = [worker.environ() for worker in workers_of(run)]
     code, _, stderr = ended(run)
     assert code == 0, stderr
-    trained(2, content, tmp_path / "plain")
+    run_training(2, content, tmp_path / "plain")
     assert losses(tmp_path / "on-ray") == losses(tmp_path / "plain")
     assert weights(tmp_path / "on-ray") == weights(tmp_path / "plain")
     assert RunFolder(tmp_path / "on-ray").read_metadata()["world_size"] == 2
@@ -133,7 +133,7 @@ def test_a_killed_worker_is_restarted_and_the_run_ends_with_the_same_weights(tmp
     code, _, stderr = ended(run)
     assert code == 0, stderr
     assert len(restarted) == 2, "nobody was started again"
-    trained(2, content, tmp_path / "undisturbed")
+    run_training(2, content, tmp_path / "undisturbed")
     assert losses(out) == losses(tmp_path / "undisturbed")
     assert weights(out) == weights(tmp_path / "undisturbed")
     assert leftovers(tmp_path) == []
@@ -236,7 +236,7 @@ def test_config_errors_are_reported_before_ray_starts(
     changes: dict[str, Any], words: list[str], sentence: str, tmp_path: Path
 ) -> None:
     config = write_config(tmp_path / "wrong.yaml", {**language(tmp_path), **changes})
-    ((code, stderr),) = commanded(1, [str(config), "--workers", "2", *words], tmp_path, main_without_starting)
+    ((code, stderr),) = run_command(1, [str(config), "--workers", "2", *words], tmp_path, main_without_starting)
     assert (code, stderr.count("\n")) == (2, 1), stderr
     assert stderr.startswith("smelt: ") and sentence in stderr
     assert not (tmp_path / "runs").exists()

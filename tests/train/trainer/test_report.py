@@ -14,10 +14,10 @@ from smelt.errors import SmeltError
 from smelt.report.plots import Scale, averaged, scale_of
 from smelt.report.training import render_training, summary
 from smelt.train.trainer.run_folder import RunFolder
-from tests.train.trainer.runs import language, trained
+from tests.train.trainer.runs import language, run_training
 
 
-def line(step: int, **changes: Any) -> dict[str, Any]:
+def log_entry(step: int, **changes: Any) -> dict[str, Any]:
     phases = {"data": 0.001, "forward": 0.002, "backward": 0.003, "reduce": 0.004, "optimizer": 0.005}
     return {
         "step": step, "seconds": 0.5 * step, "samples": 8 * step, "loss": 4.0 / step, "lr": 0.1, "grad_norm": 1.0,
@@ -26,7 +26,7 @@ def line(step: int, **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def facts(method: str = "exdyna") -> dict[str, Any]:
+def metadata(method: str = "exdyna") -> dict[str, Any]:
     return {
         "config": {"steps": 4, "gradients": {"method": method}, "data": {"train": "default"}},
         "world_size": 2, "backend": "gloo", "parameters": 1234, "model_type": "llama", "decision": None,
@@ -34,10 +34,10 @@ def facts(method: str = "exdyna") -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run_of(name: str = "one", **changes: Any) -> dict[str, Any]:
-    lines = [line(step) for step in (1, 2, 3, 4)]
+def make_run(name: str = "one", **changes: Any) -> dict[str, Any]:
+    lines = [log_entry(step) for step in (1, 2, 3, 4)]
     lines[-1]["evaluation"] = {"loss": 1.25, "perplexity": 3.49}
-    return {"name": name, "metadata": facts(), "log": lines, **changes}
+    return {"name": name, "metadata": metadata(), "log": lines, **changes}
 
 
 def curves(page: str) -> list[list[tuple[int, int]]]:
@@ -46,7 +46,7 @@ def curves(page: str) -> list[list[tuple[int, int]]]:
 
 
 def test_numbers_of_the_log_are_on_the_page() -> None:
-    page = render_training([run_of()])
+    page = render_training([make_run()])
     for text in ("1.00", "1.25", "3.49", "4 kB", "1 kB", "1.1", "0.25", "2.0 s", "llama", "1,234"):
         assert text in page, text
     for milliseconds in ("1.000", "2.000", "3.000", "4.000", "5.000", "15.000"):
@@ -56,7 +56,7 @@ def test_numbers_of_the_log_are_on_the_page() -> None:
 
 
 def test_curves_go_through_the_points_of_the_log() -> None:
-    loss = curves(render_training([run_of()]))[0]
+    loss = curves(render_training([make_run()]))[0]
     assert len(loss) == 4
     assert [place for place, _ in loss] == sorted(place for place, _ in loss)
     heights = [height for _, height in loss]  # 0 is above: 4, 2, 1.33, 1 of a scale from 0.85 to 4.16
@@ -66,9 +66,9 @@ def test_curves_go_through_the_points_of_the_log() -> None:
 
 
 def test_several_runs_are_distinguished_and_a_wide_axis_is_logarithmic() -> None:
-    plain = run_of("plain", metadata=facts("none"))
-    plain["log"] = [line(step, bytes=1e6, total_bytes=1e6 * step, padding=None) for step in (1, 2, 3, 4)]
-    page = render_training([run_of(), plain])
+    plain = make_run("plain", metadata=metadata("none"))
+    plain["log"] = [log_entry(step, bytes=1e6, total_bytes=1e6 * step, padding=None) for step in (1, 2, 3, 4)]
+    page = render_training([make_run(), plain])
     assert "one (exdyna)" in page and "plain (none)" in page
     assert "run0" in page and "run1" in page
     assert "Plain DDP overlaps communication with backward" in page
@@ -78,8 +78,8 @@ def test_several_runs_are_distinguished_and_a_wide_axis_is_logarithmic() -> None
 
 
 def test_an_unfinished_run_says_so_and_a_run_without_padding_has_no_graph() -> None:
-    short = run_of()
-    short["log"] = [line(1, padding=None)]
+    short = make_run()
+    short["log"] = [log_entry(1, padding=None)]
     page = render_training([short])
     assert "one has finished 1 of 4 steps" in page
     assert "<h3>Padding" not in page and "<h3>Density" in page
@@ -98,7 +98,7 @@ def smelt(*words: str) -> int:
 
 def test_the_command_reads_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, method in (("sparse", "exdyna:density=0.05"), ("auto", "auto:steps=2")):
-        trained(2, language(tmp_path, gradients=method), tmp_path / name)
+        run_training(2, language(tmp_path, gradients=method), tmp_path / name)
     assert smelt("train-report", str(tmp_path / "sparse"), "--json", str(tmp_path / "summary.json")) == 0
     page = (tmp_path / "sparse" / "report.html").read_text()
     lines = RunFolder(tmp_path / "sparse").read_log()
@@ -118,7 +118,7 @@ def test_the_command_reads_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixt
 )
 def test_a_folder_that_is_not_a_run_is_refused(lines: str | None, words: str, tmp_path: Path) -> None:
     if lines is not None:
-        RunFolder(tmp_path).write_metadata(facts())
+        RunFolder(tmp_path).write_metadata(metadata())
         (tmp_path / "run.jsonl").write_text(lines)
     with pytest.raises(SmeltError, match=words):
         smelt("train-report", str(tmp_path))
@@ -126,8 +126,8 @@ def test_a_folder_that_is_not_a_run_is_refused(lines: str | None, words: str, tm
 
 
 def test_a_truncated_line_is_skipped(tmp_path: Path) -> None:
-    (tmp_path / "run.jsonl").write_text(json.dumps(line(1)) + "\n" + json.dumps(line(2))[:40])
-    assert RunFolder(tmp_path).read_log() == [line(1)]
+    (tmp_path / "run.jsonl").write_text(json.dumps(log_entry(1)) + "\n" + json.dumps(log_entry(2))[:40])
+    assert RunFolder(tmp_path).read_log() == [log_entry(1)]
 
 
 def test_several_runs_need_an_output_path(tmp_path: Path) -> None:

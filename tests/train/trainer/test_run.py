@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import smelt
 from smelt.train.trainer.config import TrainConfig
 from smelt.train.trainer.run_folder import RunFolder
-from tests.train.trainer.runs import RESNET, TEXT, images, language, refused, trained
+from tests.train.trainer.runs import RESNET, TEXT, images, language, run_refused, run_training
 
 ROOT = Path(__file__).parents[3]
 
@@ -57,13 +57,13 @@ def everything(folder: Path) -> dict[str, Any]:
 def test_a_resumed_run_equals_an_uninterrupted_one(changes: dict[str, Any], tmp_path: Path) -> None:
     """Weights, optimizer, residuals, thresholds, scaler and data position match bit for bit."""
     content = language(tmp_path, **changes)
-    uninterrupted = trained(2, content, tmp_path / "run")
+    uninterrupted = run_training(2, content, tmp_path / "run")
     kept = everything(tmp_path / "run" / "checkpoints" / "step-6")
     assert sum(name.startswith("gradients/") for name in kept) == 2
     report = json.loads((tmp_path / "run" / "checkpoints" / "step-6" / "gradients" / "gradients.json").read_text())
     assert report["steps"] == 6  # accumulated passes send nothing
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-6")
-    resumed = trained(2, content, tmp_path / "run", resume=True)
+    resumed = run_training(2, content, tmp_path / "run", resume=True)
     assert everything(tmp_path / "run" / "checkpoints" / "step-6") == kept
     assert timeless(resumed) == timeless(uninterrupted)
     assert [line["step"] for line in resumed] == [1, 2, 3, 4, 5, 6]
@@ -72,8 +72,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(changes: dict[str, Any], tmp_
 
 
 def test_density_one_and_no_compression_train_the_same(tmp_path: Path) -> None:
-    plain = trained(2, language(tmp_path, gradients="none"), tmp_path / "plain")
-    dense = trained(2, language(tmp_path, gradients={"method": "topk", "density": 1}), tmp_path / "dense")
+    plain = run_training(2, language(tmp_path, gradients="none"), tmp_path / "plain")
+    dense = run_training(2, language(tmp_path, gradients={"method": "topk", "density": 1}), tmp_path / "dense")
     for name, tensor in weights(tmp_path / "plain", 6).items():
         assert torch.allclose(tensor, weights(tmp_path / "dense", 6)[name], atol=1e-5), name
     assert (
@@ -83,7 +83,9 @@ def test_density_one_and_no_compression_train_the_same(tmp_path: Path) -> None:
 
 
 def test_the_loss_falls_and_the_log_reports_the_traffic(tmp_path: Path) -> None:
-    lines = trained(2, language(tmp_path, steps=40, gradients="exdyna:density=0.2,sampled_steps=5"), tmp_path / "run")
+    lines = run_training(
+        2, language(tmp_path, steps=40, gradients="exdyna:density=0.2,sampled_steps=5"), tmp_path / "run"
+    )
     assert lines[-1]["loss"] < 0.7 * lines[0]["loss"]
     assert lines[-1]["evaluation"]["loss"] < 0.8 * lines[2]["evaluation"]["loss"]
     assert all(0.1 < line["density"] < 0.4 for line in lines)
@@ -111,26 +113,26 @@ def test_the_loss_falls_and_the_log_reports_the_traffic(tmp_path: Path) -> None:
 
 def test_hierarchical_runs_send_inside_and_between_nodes_and_resume_bit_identically(tmp_path: Path) -> None:
     content = language(tmp_path, exchange={"ranks_per_node": 2}, checkpoint={"every": 2}, steps=4)
-    uninterrupted = trained(4, content, tmp_path / "run")
+    uninterrupted = run_training(4, content, tmp_path / "run")
     assert all(line["intra_node_bytes"] > 0 and line["bytes"] > 0 for line in uninterrupted)
     kept = everything(tmp_path / "run" / "checkpoints" / "step-4")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-4")
-    trained(4, content, tmp_path / "run", resume=True)
+    run_training(4, content, tmp_path / "run", resume=True)
     assert everything(tmp_path / "run" / "checkpoints" / "step-4") == kept
 
 
 def test_accumulated_passes_equal_one_larger_batch(tmp_path: Path) -> None:
     still = {**language(tmp_path)["model"], "attention_dropout": 0.0}
     common = {"model": still, "gradients": "none", "steps": 3}
-    trained(2, language(tmp_path, **common, batch_size=2, gradient_accumulation_steps=2), tmp_path / "parts")
-    trained(2, language(tmp_path, **common, batch_size=4), tmp_path / "whole")
+    run_training(2, language(tmp_path, **common, batch_size=2, gradient_accumulation_steps=2), tmp_path / "parts")
+    run_training(2, language(tmp_path, **common, batch_size=4), tmp_path / "whole")
     for name, tensor in weights(tmp_path / "parts", 3).items():
         assert torch.allclose(tensor, weights(tmp_path / "whole", 3)[name], atol=2e-4), name
 
 
 def test_a_classifier_learns_and_is_saved(tmp_path: Path) -> None:
     """The checkpoint includes the running means of batch norms."""
-    lines = trained(2, images(tmp_path, gradients="micro:density=0.1", precision="bf16"), tmp_path / "run")
+    lines = run_training(2, images(tmp_path, gradients="micro:density=0.1", precision="bf16"), tmp_path / "run")
     assert lines[-1]["evaluation"]["accuracy"] > 0.9
     facts = RunFolder(tmp_path / "run").read_metadata()["data"]
     assert (facts["images"], facts["held_out"], facts["classes"]) == (256, 64, 2)
@@ -140,11 +142,11 @@ def test_a_classifier_learns_and_is_saved(tmp_path: Path) -> None:
 
 def test_another_world_size_is_refused_and_resplit_resumes(tmp_path: Path) -> None:
     content = language(tmp_path, steps=3)
-    trained(2, content, tmp_path / "run")
+    run_training(2, content, tmp_path / "run")
     longer = {**content, "steps": 6}
-    (error,) = refused(1, longer, tmp_path / "run", resume=True)
+    (error,) = run_refused(1, longer, tmp_path / "run", resume=True)
     assert "was written by 2 ranks and there are 1; start as many, or give --resplit" in error
-    lines = trained(1, longer, tmp_path / "run", resume=True, resplit=True)
+    lines = run_training(1, longer, tmp_path / "run", resume=True, resplit=True)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert [line["samples"] for line in lines] == [8, 16, 24, 28, 32, 36]
     assert lines[-1]["bytes"] == 0
@@ -153,41 +155,41 @@ def test_another_world_size_is_refused_and_resplit_resumes(tmp_path: Path) -> No
 def test_nonfinite_gradients_fail_every_rank_with_one_sentence(tmp_path: Path) -> None:
     for method in ("none", "exdyna:density=0.05"):
         content = language(tmp_path, gradients=method, optimizer={"name": "sgd", "lr": 1e30})
-        errors = refused(2, content, tmp_path / method[:4])
+        errors = run_refused(2, content, tmp_path / method[:4])
         assert len(errors) == 2
         assert all("DataError" in error and "not finite" in error for error in errors), errors
 
 
 def test_a_run_is_not_overwritten_nor_resumed_with_other_settings(tmp_path: Path) -> None:
     content = language(tmp_path, steps=1)
-    trained(1, content, tmp_path / "run")
+    run_training(1, content, tmp_path / "run")
     before = everything(tmp_path / "run")
-    (error,) = refused(1, content, tmp_path / "run")
+    (error,) = run_refused(1, content, tmp_path / "run")
     assert "holds a run already; give --resume to continue it, or another --out" in error
-    (error,) = refused(1, {**content, "seed": 1}, tmp_path / "run", resume=True)
+    (error,) = run_refused(1, {**content, "seed": 1}, tmp_path / "run", resume=True)
     assert "was started with seed = 0, and now it is 1" in error
-    (error,) = refused(1, content, tmp_path)
+    (error,) = run_refused(1, content, tmp_path)
     assert "is not empty and holds no run" in error
     assert everything(tmp_path / "run") == before
 
 
 def test_a_broken_checkpoint_is_named(tmp_path: Path) -> None:
     content = language(tmp_path, steps=1)
-    trained(1, content, tmp_path / "run")
+    run_training(1, content, tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "step-1" / "optimizer.safetensors").write_bytes(b"no")
-    (error,) = refused(1, content, tmp_path / "run", resume=True)
+    (error,) = run_refused(1, content, tmp_path / "run", resume=True)
     assert "optimizer.safetensors cannot be read" in error and "remove" in error
 
 
 def test_incompatible_models_raise_one_sentence(tmp_path: Path) -> None:
     small_vocab = {**language(tmp_path)["model"], "vocab_size": 50}
-    (error,) = refused(1, language(tmp_path, model=small_vocab), tmp_path / "few")
+    (error,) = run_refused(1, language(tmp_path, model=small_vocab), tmp_path / "few")
     assert "the model knows 50; set vocab_size" in error
-    (error,) = refused(1, language(tmp_path, model={**small_vocab, "hiden_size": 3}), tmp_path / "key")
+    (error,) = run_refused(1, language(tmp_path, model={**small_vocab, "hiden_size": 3}), tmp_path / "key")
     assert "llama has no key 'hiden_size'" in error
-    (error,) = refused(1, language(tmp_path, data={**language(tmp_path)["data"], "seq_len": 65}), tmp_path / "long")
+    (error,) = run_refused(1, language(tmp_path, data={**language(tmp_path)["data"], "seq_len": 65}), tmp_path / "long")
     assert "the model reads 64 tokens and data.seq_len is 65" in error
-    (error,) = refused(1, images(tmp_path, model={**RESNET, "num_labels": 1}), tmp_path / "labels")
+    (error,) = run_refused(1, images(tmp_path, model={**RESNET, "num_labels": 1}), tmp_path / "labels")
     assert "num_labels = 1" in error
 
 
@@ -197,4 +199,4 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
     content = {**config.to_json(), "steps": 2, "evaluate": {"samples": 8}, "device": "cpu"}
     if name == "digits":
         content["data"] = images(tmp_path)["data"]
-    assert len(trained(2, content, tmp_path / "run")) == 2
+    assert len(run_training(2, content, tmp_path / "run")) == 2

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from smelt.train.trainer.run_folder import RunFolder
-from tests.train.trainer.runs import commanded, language, write_config
+from tests.train.trainer.runs import language, run_command, write_config
 
 START = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "smelt.train"]
 
@@ -61,7 +61,7 @@ def test_a_killed_worker_fails_the_run_with_one_sentence_and_resume_continues(tm
     last_step = max(int(place.name.removeprefix("step-")) for place in folder.checkpoints.glob("step-*"))
     shorter = write_config(tmp_path / "long.yaml", {**content, "steps": last_step + 3})
     (folder.checkpoints / ".step-99.partial").mkdir()  # as if killed while writing
-    for code, stderr in commanded(2, [str(shorter), "--out", str(out), "--resume"], tmp_path):
+    for code, stderr in run_command(2, [str(shorter), "--out", str(out), "--resume"], tmp_path):
         assert code == 0, stderr
     lines = folder.read_log()
     assert [line["step"] for line in lines] == list(range(1, last_step + 4))
@@ -74,13 +74,13 @@ def test_a_killed_worker_fails_the_run_with_one_sentence_and_resume_continues(tm
 def test_without_torchrun_it_is_one_rank_and_errors_are_an_exit_code_and_one_sentence(tmp_path: Path) -> None:
     content = language(tmp_path, steps=2)
     arguments = [str(write_config(tmp_path / "one.yaml", content)), "--out", str(tmp_path / "run")]
-    ((code, stderr),) = commanded(1, [*arguments, "--gradients", "auto", "--resume"], tmp_path)
+    ((code, stderr),) = run_command(1, [*arguments, "--gradients", "auto", "--resume"], tmp_path)
     assert code == 0 and "step 2 of 2: loss" in stderr
     assert "run/checkpoints; starting from the first step" in stderr  # there was nothing to resume
     assert RunFolder(tmp_path / "run").read_metadata()["config"]["gradients"] == {"method": "auto"}
-    ((code, stderr),) = commanded(1, arguments, tmp_path)
+    ((code, stderr),) = run_command(1, arguments, tmp_path)
     assert (code, stderr.count("\n")) == (2, 1) and "smelt: " in stderr and "give --resume to continue" in stderr
     wrong = write_config(tmp_path / "wrong.yaml", {"modle": "x", "model": "y"})
-    ((code, stderr),) = commanded(1, [str(wrong), "--out", str(tmp_path / "wrong")], tmp_path)
+    ((code, stderr),) = run_command(1, [str(wrong), "--out", str(tmp_path / "wrong")], tmp_path)
     assert code == 2 and not (tmp_path / "wrong").exists()
     assert stderr == f"smelt: {wrong}: the configuration has no key 'modle'; did you mean 'model'?\n"

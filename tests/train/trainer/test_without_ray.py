@@ -8,7 +8,7 @@ import types
 from pathlib import Path
 
 from smelt.train.on_ray import main
-from tests.train.trainer.runs import commanded, language, write_config
+from tests.train.trainer.runs import language, run_command, write_config
 
 
 def main_without_ray(words: list[str]) -> None:
@@ -27,7 +27,7 @@ def main_after_importing_ray(words: list[str]) -> None:
 def test_without_ray_the_error_says_what_to_install(tmp_path: Path) -> None:
     config = write_config(tmp_path / "small.yaml", language(tmp_path))
     arguments = [str(config), "--workers", "2", "--out", str(tmp_path / "run")]
-    ((code, stderr),) = commanded(1, arguments, tmp_path, main_without_ray)
+    ((code, stderr),) = run_command(1, arguments, tmp_path, main_without_ray)
     assert code == 2
     assert stderr == "smelt: Ray is not installed here; `pip install 'smelt[ray]'`.\n"
     assert not (tmp_path / "run").exists()
@@ -36,6 +36,6 @@ def test_without_ray_the_error_says_what_to_install(tmp_path: Path) -> None:
 def test_an_already_imported_ray_is_not_started_open_to_the_network(tmp_path: Path) -> None:
     config = write_config(tmp_path / "small.yaml", language(tmp_path))
     arguments = [str(config), "--workers", "2", "--out", str(tmp_path / "run")]
-    ((code, stderr),) = commanded(1, arguments, tmp_path, main_after_importing_ray)
+    ((code, stderr),) = run_command(1, arguments, tmp_path, main_after_importing_ray)
     assert code == 2
     assert stderr.startswith("smelt: ray was imported before") and stderr.count("\n") == 1
