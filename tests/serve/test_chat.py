@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from tokenizers import decoders
 
-from smelt.cli.chat import ControlC, answer, harmless
+from smelt.cli.chat import ControlC, answer, strip_control_characters
 from smelt.errors import ModelError, RequestError
 from smelt.models.model import Model
 from smelt.serve.chat import Conversation
@@ -138,7 +138,7 @@ def test_a_template_that_refuses(talk: Conversation) -> None:
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
-    assert harmless("a\x1b[31mb\x07\x9b2J\n\tü\u200d✓\r") == "a[31mb2J\n\tü\u200d✓"
+    assert strip_control_characters("a\x1b[31mb\x07\x9b2J\n\tü\u200d✓\r") == "a[31mb2J\n\tü\u200d✓"
 
 
 def typed(smelt: Smelt, monkeypatch: pytest.MonkeyPatch, text: str, *arguments: str) -> Done:

@@ -35,7 +35,9 @@ def follow(kinds: list[ExclusiveThreshold], shapes: dict[str, tuple[int, ...]], 
                 step = CompressionStep(
                     0, gradient, reducer.residual, layout, reducer.comm, reducer.state, reducer.counts
                 )
-                ranges.append([compressor.range_of(partition, step) for partition in range(reducer.comm.world_size)])
+                ranges.append(
+                    [compressor.partition_range(partition, step) for partition in range(reducer.comm.world_size)]
+                )
         everything = sum(traffic, Traffic())
         values.append((everything.build_up, everything.padding_overhead, torch.stack(results).numpy(), ranges))
     return values

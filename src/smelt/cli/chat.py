@@ -1,4 +1,4 @@
-"""`smelt chat`: talk to a model in the terminal."""
+"""`smelt chat`: chat with a model in the terminal."""
 
 from __future__ import annotations
 
@@ -95,34 +95,33 @@ def lines(control: ControlC) -> Iterator[str]:
             yield line
 
 
-def command(talk: Conversation, line: str) -> None:
+def command(conversation: Conversation, line: str) -> None:
     name, _, rest = line.partition(" ")
     if name == "/reset":
-        talk.reset()
+        conversation.reset()
         say("forgotten.")
     elif name == "/system":
-        talk.reset(rest.strip())
+        conversation.reset(rest.strip())
         say("system prompt set; earlier messages are forgotten.")
     else:
         say(HELP)
 
 
-def answer(talk: Conversation, line: str, control: ControlC) -> None:
+def answer(conversation: Conversation, line: str, control: ControlC) -> None:
     """Stream the answer to the terminal; Ctrl-C ends it between two steps."""
     control.pressed = False
     try:
-        count = talk.trim(line)
+        count = conversation.trim(line)
         if count:
-            say(
-                f"the context of {talk.engine.max_model_len:,} tokens is full; the oldest {count} messages are dropped."
-            )
-        for delta in talk.answer(line, lambda: control.pressed):
-            print(harmless(delta), end="", flush=True)
+            length = conversation.engine.max_model_len
+            say(f"the context of {length:,} tokens is full; the oldest {count} messages are dropped.")
+        for delta in conversation.answer(line, lambda: control.pressed):
+            print(strip_control_characters(delta), end="", flush=True)
         print()
     except RequestError as error:
         say(str(error))
 
 
-def harmless(text: str) -> str:
+def strip_control_characters(text: str) -> str:
     """Remove control characters, which could send commands to the terminal."""
     return "".join(letter for letter in text if letter in "\n\t" or unicodedata.category(letter) != "Cc")

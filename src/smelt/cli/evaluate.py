@@ -15,7 +15,7 @@ from smelt.measure.paired import compare
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.progress import Progress, progress_bars
-from smelt.report.numbers import metric as written
+from smelt.report.numbers import metric as format_metric
 
 DataOption = Annotated[str, typer.Option("--data", help="A file, a hub id, or default.")]
 AgainstOption = Annotated[
@@ -62,7 +62,7 @@ def run(
             **({"kv": kv_format} if kv_format else {}),
         }
         if against is not None:
-            content |= _against(against, new, quality, loaded, settings, device, seed, progress, kv)
+            content |= _compare_with(against, new, quality, loaded, settings, device, seed, progress, kv)
     _show(model, quality, against, content)
     failures = _failures(quality, minimum, maximum, content)
     write_json(json_file, {**content, "passed": not failures})
@@ -77,13 +77,13 @@ def _failures(quality: EvalResult, minimum: float | None, maximum: float | None,
     failures = []
     if not meets_threshold(quality, minimum, maximum):
         bound = f"below the minimum {minimum:g}" if minimum is not None else f"above the maximum {maximum:g}"
-        failures.append(f"{quality.metric} {written(quality.value)} is {bound}")
+        failures.append(f"{quality.metric} {format_metric(quality.value)} is {bound}")
     if content.get("comparison", {}).get("verdict") == "worse":
         failures.append(f"{quality.metric} is worse than that of {content['against']}")
     return failures
 
 
-def _against(
+def _compare_with(
     base_name: str, new: Model, quality: EvalResult, data: Data, settings: dict[str, Any], device: str, seed: int,
     progress: Progress, kv: str | None,
 ) -> dict[str, Any]:  # fmt: skip
@@ -101,9 +101,9 @@ def _against(
 def _show(model: str, quality: EvalResult, against: str | None, content: dict[str, Any]) -> None:
     settings = ", ".join(f"{name} {value}" for name, value in quality.settings.items())
     name = f"{model}, KV cache in {content['kv']}" if "kv" in content else model
-    rows = [[name, written(quality.value)]]
+    rows = [[name, format_metric(quality.value)]]
     if against is not None:
-        rows.append([against, written(content["base_quality"]["value"])])
+        rows.append([against, format_metric(content["base_quality"]["value"])])
     console.print(table(f"{quality.metric} on {quality.data}", ["model", quality.metric], rows))
     if settings:
         console.print(settings)

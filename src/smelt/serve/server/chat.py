@@ -8,15 +8,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from smelt.serve.server.errors import ApiError
-from smelt.serve.server.generation import Delta, Generation, build_sampling_params
+from smelt.serve.server.generation import Delta, Generation, build_sampling_params, check_generation
 from smelt.serve.server.schemas import ChatMessage, ChatRequest, extras
 from smelt.serve.server.service import Service
-from smelt.serve.server.stream import Chunk, EventStreamResponse, collect
+from smelt.serve.server.stream import Chunk, respond
 from smelt.serve.server.tokenization import AsyncTokenizer
-from smelt.serve.server.unsupported import check_supported
 
 router = APIRouter()
 
@@ -24,9 +23,7 @@ router = APIRouter()
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service: Service = request.app.state.service
-    service.check_model(body.model)
-    _ = service.client
-    check_supported(body)
+    check_generation(service, body)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs requires logprobs to be true.", param="top_logprobs")
     prompt = await service.tokenizer.encode_chat(plain_messages(body.messages))
@@ -36,10 +33,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     )  # fmt: skip
     generation = Generation(service, [prompt], body, sampling, request.state.key)
     writer = _Writer(service, body, generation)
-    generation.start()
-    if body.stream:
-        return EventStreamResponse(generation, writer.chunks)
-    return JSONResponse(writer.response(await collect(request, generation)))
+    return await respond(request, generation, writer, body.stream)
 
 
 def plain_messages(messages: list[ChatMessage]) -> list[dict[str, str]]:

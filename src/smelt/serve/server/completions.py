@@ -8,15 +8,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from smelt.serve.server.errors import ApiError
-from smelt.serve.server.generation import Delta, Generation, TokenLogprob, build_sampling_params
+from smelt.serve.server.generation import Delta, Generation, TokenLogprob, build_sampling_params, check_generation
 from smelt.serve.server.schemas import CompletionRequest
 from smelt.serve.server.service import Service
-from smelt.serve.server.stream import Chunk, EventStreamResponse, collect
+from smelt.serve.server.stream import Chunk, respond
 from smelt.serve.server.tokenization import AsyncTokenizer
-from smelt.serve.server.unsupported import check_supported
 
 router = APIRouter()
 DEFAULT_MAX_TOKENS = 16
@@ -25,9 +24,7 @@ DEFAULT_MAX_TOKENS = 16
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
     service: Service = request.app.state.service
-    service.check_model(body.model)
-    _ = service.client
-    check_supported(body)
+    check_generation(service, body)
     if body.echo and body.logprobs is not None:
         raise ApiError(
             400, "echo: log-probabilities of the prompt are not supported; leave out echo or logprobs.", param="echo"
@@ -38,10 +35,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     )
     generation = Generation(service, prompts, body, sampling, request.state.key)
     writer = _Writer(service, body, generation, texts if body.echo else [""] * len(prompts))
-    generation.start()
-    if body.stream:
-        return EventStreamResponse(generation, writer.chunks)
-    return JSONResponse(writer.response(await collect(request, generation)))
+    return await respond(request, generation, writer, body.stream)
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> tuple[list[str], list[list[int]]]:

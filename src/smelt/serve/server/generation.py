@@ -14,6 +14,7 @@ from smelt.serve.server.errors import ApiError, ClientGoneError
 from smelt.serve.server.schemas import GenerationRequest
 from smelt.serve.server.service import Service
 from smelt.serve.server.structured import parse_structured_output
+from smelt.serve.server.unsupported import check_supported
 from smelt.serve.worker.client import TokenEvent, TokenStream, WorkerDiedError
 
 PING_SECONDS = 15.0  # of silence, after which a streaming client gets a ping
@@ -132,7 +133,7 @@ class Generation:
         admission, metrics = self.service.admission, self.service.metrics
         admission.acquire(len(self.answers))
         try:
-            self._stream = self.service.client.stream(
+            self._stream = self.service.require_engine().stream(
                 self.prompts, self.sampling, priority=self.priority, salt=self.salt, adapter=self.adapter
             )
         except WorkerDiedError:
@@ -190,6 +191,13 @@ class Generation:
             "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
         }  # fmt: skip
+
+
+def check_generation(service: Service, body: GenerationRequest) -> None:
+    """Refuse a request for another model, for text from an encoder, or with fields that are not supported."""
+    service.check_model(body.model)
+    service.require_engine()
+    check_supported(body)
 
 
 def build_sampling_params(

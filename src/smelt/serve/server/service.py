@@ -127,9 +127,8 @@ class Service:
         if hasattr(self, "metrics"):
             self.metrics.update_engine_state(state)
 
-    @property
-    def client(self) -> EngineClient:
-        """The engine; an encoder has none."""
+    def require_engine(self) -> EngineClient:
+        """Return the engine's client; refuse the request if the model is an encoder, which has none."""
         if self.supervisor is None:
             raise ApiError(400, f"{self.name} is an encoder and generates no text; use /v1/embeddings.", param="model")
         return self.supervisor.client

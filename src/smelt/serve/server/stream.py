@@ -1,4 +1,4 @@
-"""Respond as server-sent events or in one piece; both notice when the client disconnects."""
+"""Respond as server-sent events or in one response; both notice when the client disconnects."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from smelt.serve.server.errors import ClientGoneError, as_api_error
@@ -24,6 +24,24 @@ Chunk = dict[str, Any] | None  # None: nothing new, so a ping may be due
 
 def sse_event(content: Any) -> bytes:
     return b"data: " + json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+
+
+class ResponseWriter(Protocol):
+    """Write the answers to one request in the format of its route."""
+
+    def response(self, answers: list[Delta]) -> dict[str, Any]:
+        """Return the body of a response with complete answers."""
+
+    def chunks(self) -> AsyncIterator[Chunk]:
+        """Yield the chunks of a stream."""
+
+
+async def respond(request: Request, generation: Generation, writer: ResponseWriter, stream: bool | None) -> Response:
+    """Start a generation, which may refuse it, and respond as events or with complete answers."""
+    generation.start()
+    if stream:
+        return EventStreamResponse(generation, writer.chunks)
+    return JSONResponse(writer.response(await collect(request, generation)))
 
 
 class EventStreamResponse(Response):

@@ -55,7 +55,7 @@ class ExclusiveThreshold(Sparsifier):
         return {"threshold": torch.tensor(initial_threshold(self.density, layout.numel), dtype=torch.float64)}
 
     @abstractmethod
-    def range_of(self, partition: int, step: CompressionStep) -> tuple[int, int]:
+    def partition_range(self, partition: int, step: CompressionStep) -> tuple[int, int]:
         """Return the first element of a partition and the one past its last."""
 
     def rebalance(self, step: CompressionStep) -> None:
@@ -66,7 +66,7 @@ class ExclusiveThreshold(Sparsifier):
         if step.counts:
             step.state["threshold"] = step.state["threshold"] * _threshold_factor(ratio)
             self.rebalance(step)
-        start, stop = self.range_of((step.iteration + step.comm.rank) % step.comm.world_size, step)
+        start, stop = self.partition_range((step.iteration + step.comm.rank) % step.comm.world_size, step)
         deviates = not 1 / _MAX_DEVIATION <= ratio <= _MAX_DEVIATION
         if self.sampled_steps and (step.iteration < self.sampled_steps or deviates) and self.density < 1:
             sampled = self._sample_threshold(step, start, stop)

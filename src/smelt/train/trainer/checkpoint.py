@@ -1,8 +1,8 @@
 """Checkpoints that resume bit for bit: `checkpoints/step-N/`, complete or absent, the newest few kept.
 
 Rank 0 writes weights and optimizer state as safetensors, as all ranks hold the same; each rank writes its residuals
-to a file of its own (`smelt.train.gradients.state`); the rest is JSON. torch.distributed.checkpoint is not used: it
-writes its metadata as a pickle, which runs code when it is loaded.
+to a file of its own (`smelt.train.gradients.checkpoint`); the rest is JSON. torch.distributed.checkpoint is not used:
+it writes its metadata as a pickle, which runs code when it is loaded.
 
 No RNG state is stored: every forward pass seeds its random numbers from the run's seed and the position of its samples.
 """

@@ -262,10 +262,10 @@ def evaluate(
         totals += torch.tensor([output.loss.item() * len(indices), correct, len(indices)], dtype=torch.float64)
     task.network.train()
     distributed.all_reduce(totals)
-    loss, correct, seen = totals.tolist()
+    loss, correct, num_samples = totals.tolist()
     if task.is_classifier:
-        return {"loss": loss / seen, "accuracy": correct / seen}
-    return {"loss": loss / seen, "perplexity": math.exp(min(loss / seen, 700.0))}
+        return {"loss": loss / num_samples, "accuracy": correct / num_samples}
+    return {"loss": loss / num_samples, "perplexity": math.exp(min(loss / num_samples, 700.0))}
 
 
 def _broadcast_buffers(task: TrainingTask) -> None:

@@ -48,7 +48,7 @@ class AdaComp(GradientEncoder):
 
     def encode(self, step: CompressionStep) -> EncodedGradient:
         accumulated = step.accumulate()
-        ahead = accumulated + (self.factor - 1) * step.flat_gradient
+        lookahead = accumulated + (self.factor - 1) * step.flat_gradient
         floats, counts, codes = [accumulated.new_empty(0)], [_no_bytes(accumulated)], [_no_bytes(accumulated)]
         for part, values in step.layout.views(accumulated):
             length = self._bin_size(part)
@@ -57,7 +57,7 @@ class AdaComp(GradientEncoder):
                 continue
             bins = _as_bins(values, length)  # [bins, length]
             amax = bins.abs().amax(dim=1)
-            sent = (_as_bins(ahead[part.start : part.stop], length).abs() >= amax[:, None]) & (amax > 0)[:, None]
+            sent = (_as_bins(lookahead[part.start : part.stop], length).abs() >= amax[:, None]) & (amax > 0)[:, None]
             floats.append(amax.mean()[None])
             counts.append(_to_bytes(sent.sum(dim=1), length))
             offsets = sent.nonzero()[:, 1]

@@ -42,7 +42,7 @@ class ExDyna(ExclusiveThreshold):
         blocks = torch.tensor([stop - start for start, stop in ranges])
         return {**super().init_state(layout, world_size), "partition": blocks}
 
-    def range_of(self, partition: int, step: CompressionStep) -> tuple[int, int]:
+    def partition_range(self, partition: int, step: CompressionStep) -> tuple[int, int]:
         numel, world_size = len(step.residual), step.comm.world_size
         size = self.block_size(numel)
         if not size or self.blocks < world_size:
@@ -65,11 +65,11 @@ class ExDyna(ExclusiveThreshold):
         lowest = max(1, self.blocks // (4 * world_size))
         blocks = step.state["partition"].tolist()
         for left, right in zip(range(world_size - 1), range(1, world_size), strict=True):
-            for giver, taker in ((left, right), (right, left)):
-                uneven = counts[giver] > _BAND * mean and counts[taker] < mean / _BAND
-                if uneven and blocks[giver] > lowest:
-                    blocks[giver] -= 1
-                    blocks[taker] += 1
-                    counts[giver] -= moved
-                    counts[taker] += moved
+            for source, target in ((left, right), (right, left)):
+                uneven = counts[source] > _BAND * mean and counts[target] < mean / _BAND
+                if uneven and blocks[source] > lowest:
+                    blocks[source] -= 1
+                    blocks[target] += 1
+                    counts[source] -= moved
+                    counts[target] += moved
         step.state["partition"] = torch.tensor(blocks)

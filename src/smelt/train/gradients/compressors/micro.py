@@ -19,5 +19,5 @@ from smelt.train.gradients.exclusive import ExclusiveThreshold, even_range
 class MiCRO(ExclusiveThreshold):
     """The cheapest sparsifier: n equal ranges that rotate among the ranks; the threshold moves by 0.5 % per step."""
 
-    def range_of(self, partition: int, step: CompressionStep) -> tuple[int, int]:
+    def partition_range(self, partition: int, step: CompressionStep) -> tuple[int, int]:
         return even_range(partition, len(step.residual), step.comm.world_size)
