@@ -36,7 +36,7 @@ def run(
     seed: SeedOption = 0,
 ) -> None:
     result = export(model, to, out, type=type_, tokenizer=tokenizer)
-    summary = ", ".join(f"{count} {kind}" for kind, count in result["tensors"].items())
+    summary = ", ".join(f"{count} {dtype}" for dtype, count in result["tensors"].items())
     console.print(f"{to}: {summary}; {size(result['bytes'])} in {len(result['files'])} files", soft_wrap=True)
     for note in result["notes"]:
         console.print(f"note: {note}", soft_wrap=True)

@@ -30,7 +30,7 @@ def render_training(runs: Sequence[Run]) -> str:
         *(warning(text) for run in runs for text in _warnings(run)),
         _figures(runs[0]) if len(runs) == 1 else None,
         section("Loss", _key(runs), tag("div", *_losses(runs), class_="graphs"), _thin_note(runs)),
-        section("Traffic", _key(runs), tag("div", *_sent(runs), class_="graphs"), note(_SENT)),
+        section("Traffic", _key(runs), tag("div", *_traffic(runs), class_="graphs"), note(_TRAFFIC_NOTE)),
         section("Step time by phase", _phases(runs), note(_phase_note(runs))),
         section("Facts", table(["", *(str(run["name"]) for run in runs)], fact_rows(runs))),
         *(_decision(run) for run in runs),
@@ -40,7 +40,7 @@ def render_training(runs: Sequence[Run]) -> str:
     )
 
 
-_SENT = (
+_TRAFFIC_NOTE = (
     "Bytes are received per rank, averaged over ranks, assuming ring collectives. Build-up is the number of elements "
     "sent relative to the target density; padding is what the all-gather of indices carries beyond the selection."
 )
@@ -163,22 +163,22 @@ def _losses(runs: Sequence[Run]) -> list[Markup | None]:
     def held_out(line: Run) -> float | None:
         return (line.get("evaluation") or {}).get("loss")
 
-    sends = any(line["total_bytes"] for run in runs for line in run["log"])
+    has_traffic = any(line["total_bytes"] for run in runs for line in run["log"])
     return [
         _graph("Loss against time", _series(runs, "seconds", lambda line: line["loss"]), "seconds", ""),
         _graph(
             "Loss against bytes", _series(runs, "total_bytes", lambda line: line["loss"]), "bytes received per rank", ""
         )
-        if sends
+        if has_traffic
         else None,
         _graph("Held-out loss against time", _series(runs, "seconds", held_out), "seconds", ""),
         _graph("Held-out loss against bytes", _series(runs, "total_bytes", held_out), "bytes received per rank", "")
-        if sends
+        if has_traffic
         else None,
     ]
 
 
-def _sent(runs: Sequence[Run]) -> list[Markup | None]:
+def _traffic(runs: Sequence[Run]) -> list[Markup | None]:
     parts = (
         ("Density", "density", {"wide": _WIDE}),
         ("Build-up", "build_up", {"zero": True}),

@@ -77,8 +77,8 @@ def dry_run_compressor(
     scale = elements / layout.numel
 
     def build_reducer(layout: BucketLayout) -> Reducer:
-        kind = reducer_class(compressor)
-        reducer: Reducer = kind(
+        cls = reducer_class(compressor)
+        reducer: Reducer = cls(
             compressor, layout, timed, settings or CompressionSettings(), device=device, learning_rate=lambda: 1.0
         )
         if isinstance(compressor, PowerSGD):  # skip its first steps, which send everything

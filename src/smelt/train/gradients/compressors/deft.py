@@ -62,8 +62,8 @@ def split_layers(layout: BucketLayout, world_size: int) -> list[Range]:
     ranges = []
     for part in layout.slices:
         splits = world_size if part.numel * world_size > layout.numel else 1
-        pieces = (even_range(index, part.numel, splits) for index in range(splits))
-        ranges += [(part.start + start, part.start + stop) for start, stop in pieces if stop > start]
+        chunks = (even_range(index, part.numel, splits) for index in range(splits))
+        ranges += [(part.start + start, part.start + stop) for start, stop in chunks if stop > start]
     return ranges
 
 
