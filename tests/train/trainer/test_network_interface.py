@@ -104,7 +104,7 @@ from smelt.train.trainer.distributed import init_distributed
 init_distributed("cpu", 60.0)
 total = torch.ones(1)
 torch.distributed.all_reduce(total)
-print(os.environ["GLOO_SOCKET_IFNAME"], int(total), flush=True)
+os.write(1, f"{os.environ['GLOO_SOCKET_IFNAME']} {int(total)}\\n".encode())  # print may write parts, which would mix
 torch.distributed.destroy_process_group()
 """
 
