@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from smelt.kernels.paged import causal_mask
 
@@ -47,6 +47,17 @@ def default_attention(network: PreTrainedModel) -> Iterator[None]:
     finally:
         if patched:
             network.set_attn_implementation(previous)
+
+
+def has_full_attention(config: PreTrainedConfig) -> bool:
+    """Return whether every layer attends to all earlier tokens; sliding-window layers do not."""
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    return layer_types == {"full_attention"} and not getattr(config, "sliding_window", None)
+
+
+def softmax_scale(attention: Any, head_dim: int) -> float:
+    """Return the scale of an attention module's logits."""
+    return float(getattr(attention, "scaling", None) or head_dim**-0.5)
 
 
 def _attention(

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 
 from smelt.errors import ModelError
-from smelt.kvcache.eviction.attention import masked_attention
+from smelt.kvcache.eviction.attention import has_full_attention, masked_attention, softmax_scale
 from smelt.kvcache.eviction.profile import KVShape
 from smelt.kvcache.eviction.scorer import AttentionInputs
 from smelt.kvcache.rope import rope_functions
@@ -55,8 +55,7 @@ def record_prefill(model: Model, ids: Tensor) -> RecordedPrefill:  # [batch, tok
     layers = []
     for part in [part for part in model.anatomy.parts if part.kind == "heads"]:
         queries, keys, values = recorded[part.block]
-        owner: Any = part.owner
-        scale = float(getattr(owner, "scaling", None) or queries.shape[-1] ** -0.5)
+        scale = softmax_scale(part.owner, queries.shape[-1])
         layers.append(AttentionInputs(keys, values, unrotate(queries, 0), rotate, scale))
     return RecordedPrefill(layers, logits, network.config)
 
@@ -66,8 +65,7 @@ def check_evictable(model: Model) -> None:
     parts = [part for part in model.anatomy.parts if part.kind == "heads"]
     if model.task != "language" or not model.anatomy.family.causal:
         raise ModelError("only causal language models have a KV cache to compress.")
-    layer_types = set(getattr(model.network.config, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"} or getattr(model.network.config, "sliding_window", None):
+    if not has_full_attention(model.network.config):
         raise ModelError(
             "this model has sliding-window layers, which keep only the last tokens already; it cannot be compressed."
         )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from smelt.errors import ConfigError, ModelError
+from smelt.kvcache.eviction.attention import has_full_attention
 from smelt.kvcache.selection.page_summary import ArkVale, LayerHeads, PageSummary
 from smelt.models.model import Model
 
@@ -82,8 +83,7 @@ def sparse_attention_heads(model: Model) -> LayerHeads:
     config = model.network.config.get_text_config()
     if model.task != "language" or not model.anatomy.family.causal:
         raise ModelError("sparse page attention needs a causal language model.")
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"} or getattr(config, "sliding_window", None):
+    if not has_full_attention(config):
         raise ModelError(
             "this model has sliding-window layers, which see only the last tokens; serve it without sparse attention."
         )

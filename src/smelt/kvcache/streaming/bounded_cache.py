@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
 from smelt.errors import ModelError, ResourceError
+from smelt.kvcache.eviction.attention import has_full_attention
 
 RerotateFn = Callable[[Tensor, Tensor], Tensor]  # keys [kv_heads, tokens, head_dim] and their old slots -> moved keys
 
@@ -145,8 +146,7 @@ class BoundedCache(Cache):
 
 def check_full_attention(config: PreTrainedConfig) -> None:
     """Refuse layers that keep only their last tokens, or none: they cannot be compressed."""
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"} or getattr(config, "sliding_window", None):
+    if not has_full_attention(config):
         raise ModelError(
             "this model has layers without full attention, such as sliding-window layers; a bounded cache needs it."
         )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from smelt.errors import ConfigError, ModelError, RequestError
-from smelt.kvcache.eviction.attention import default_attention, masked_attention
+from smelt.kvcache.eviction.attention import default_attention, masked_attention, softmax_scale
 from smelt.kvcache.streaming.bounded_cache import BoundedCache
 from smelt.kvcache.streaming.config import BoundedCacheSize
 from smelt.kvcache.streaming.infinipot import InfiniPot, InfiniPotCompressor
@@ -49,7 +49,7 @@ class TextStream:
         self._size = BoundedCacheSize.create(capacity, keep, reserved, len(self._prompt), max_positions)
         self.keep, self.reserved = self._size.keep, self._size.reserved
         parts = [part for part in model.anatomy.parts if part.kind == "heads"]
-        self._scales = {part.block: _scale(part.owner, part.head_dim) for part in parts}
+        self._scales = {part.block: softmax_scale(part.owner, part.head_dim) for part in parts}
         self.cache = BoundedCache(capacity, model.network.config)
         self._novelty = NoveltyTracker(capacity, model.device)
         self._last = torch.zeros(0, 0)  # [1, hidden]: hidden state that predicts the next token
@@ -169,7 +169,3 @@ class TextStream:
     @property
     def _lm_head(self) -> Any:
         return self._network.get_output_embeddings()
-
-
-def _scale(attention: Any, head_dim: int) -> float:
-    return float(getattr(attention, "scaling", None) or head_dim**-0.5)

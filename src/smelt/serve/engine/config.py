@@ -110,7 +110,9 @@ class EngineConfig:
             if length is not None and length < 2:
                 raise RequestError(f"max_model_len {length:,} fits no prompt and output; give at least 2.")
             return UNBOUNDED if length is None else length
-        positions = getattr(model.network.config.get_text_config(), "max_position_embeddings", None) or 8192
+        positions = (
+            getattr(model.network.config.get_text_config(), "max_position_embeddings", None) or DEFAULT_MAX_MODEL_LEN
+        )
         if length is None:
             return min(int(positions), DEFAULT_MAX_MODEL_LEN)
         if not 2 <= length <= positions:
