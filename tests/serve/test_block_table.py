@@ -11,6 +11,7 @@ from torch import Tensor
 from smelt.serve.engine.block_table import BlockTables
 from smelt.serve.engine.request import Request, RequestId
 from smelt.serve.engine.sampling_params import SamplingParams
+from smelt.serve.engine.scheduler import ScheduledChunk
 
 
 class Copies:
@@ -28,6 +29,10 @@ def request(slot: int, blocks: list[int]) -> Request:
     return Request(RequestId(str(slot)), [1], SamplingParams(), 8, slot=slot, blocks=blocks)
 
 
+def chunks(*requests: Request) -> list[ScheduledChunk]:
+    return [ScheduledChunk(each, 0, 1, True) for each in requests]
+
+
 def build(*shape: int) -> tuple[BlockTables, Copies]:
     copies = Copies()
     return BlockTables(torch.zeros(shape, dtype=torch.int32), copies), copies
@@ -36,22 +41,22 @@ def build(*shape: int) -> tuple[BlockTables, Copies]:
 def test_new_blocks_of_all_requests_are_one_copy() -> None:
     block_tables, copies = build(3, 4)
     first, second = request(0, [5, 6]), request(2, [7])
-    block_tables.update([first, second])
+    block_tables.update(chunks(first, second))
     assert block_tables.tables.tolist() == [[5, 6, 0, 0], [0, 0, 0, 0], [7, 0, 0, 0]]
-    block_tables.update([first, second])
+    block_tables.update(chunks(first, second))
     first.blocks += [8]
-    block_tables.update([first, second])
+    block_tables.update(chunks(first, second))
     assert block_tables.tables[0].tolist() == [5, 6, 8, 0] and copies.sizes == [3, 1]
 
 
 def test_a_slot_with_other_blocks_is_written_from_its_start() -> None:
     block_tables, copies = build(1, 3)
     preempted = request(0, [1, 2])
-    block_tables.update([preempted])
+    block_tables.update(chunks(preempted))
     preempted.blocks = [3, 2]
-    block_tables.update([preempted])
+    block_tables.update(chunks(preempted))
     assert block_tables.tables.tolist() == [[3, 2, 0]]
-    block_tables.update([request(0, [4])])
+    block_tables.update(chunks(request(0, [4])))
     assert block_tables.tables.tolist() == [[4, 2, 0]] and copies.sizes == [2, 2, 1]
 
 

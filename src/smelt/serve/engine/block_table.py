@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from smelt.serve.engine.request import Request
+from smelt.serve.engine.scheduler import ScheduledChunk
 
 ToDevice = Callable[[np.ndarray[Any, Any]], Tensor]
 
@@ -32,10 +33,14 @@ class BlockTables:
         self._entries: list[int] = []  # staged: indices into the flattened tables, and what to write there
         self._blocks: list[int] = []
 
-    def update(self, requests: Iterable[Request]) -> None:
-        """Write the new blocks of these requests, each in the order of its blocks."""
-        for request in requests:
-            self.stage_new_blocks(request)
+    def update(self, chunks: Iterable[ScheduledChunk]) -> None:
+        """Write the new blocks of the requests of a step, each in the order of its blocks."""
+        written = self._written
+        for chunk in chunks:
+            request = chunk.request
+            blocks, count = written[request.slot]
+            if blocks is not request.blocks or count < len(blocks):  # most steps add no block
+                self.stage_new_blocks(request)
         self.commit()
 
     def stage_new_blocks(self, request: Request, entries: Sequence[int] | None = None) -> None:

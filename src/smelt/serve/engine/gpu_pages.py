@@ -82,7 +82,7 @@ class PagedGpuPages:
         return chunk.count == 1
 
     def prepare(self, batch: ScheduledBatch) -> None:
-        self._block_tables.update(chunk.request for chunk in batch.chunks)
+        self._block_tables.update(batch.chunks)
 
     def decode_attention(self, slots: Tensor, seq_lens: Tensor, network: FusedNetwork) -> Attend:
         from smelt.kernels.gpu.paged import DecodeMetadata, paged_decode

@@ -108,7 +108,7 @@ class ModelRunner:
 
     def _fill_inputs(self, chunks: Sequence[ScheduledChunk]) -> int:
         """Fill in the ids, positions and slots of a step, chunk after chunk; return the number of tokens."""
-        self._block_tables.update(chunk.request for chunk in chunks)
+        self._block_tables.update(chunks)
         offset = 0
         for chunk in chunks:
             request, start, stop = chunk.request, chunk.start, chunk.start + chunk.count

@@ -125,7 +125,7 @@ class SparseRunner(ModelRunner):
             self.attention.page_store.retain_blocks(torch.tensor(blocks, dtype=torch.int64))
 
     def _build_batch(self, chunks: list[ScheduledChunk]) -> SparseBatch:
-        self._block_tables.update(chunk.request for chunk in chunks)
+        self._block_tables.update(chunks)
         slot_mapping, filled, prefill, decode = [], [], [], []
         offset = 0
         for chunk in chunks:

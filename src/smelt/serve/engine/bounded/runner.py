@@ -102,7 +102,8 @@ class BoundedRunner(ModelRunner):
     def _compress(self, request: Request) -> None:
         """Compress the full cache of a request in place."""
         prompt, num_text = self.compressor.prompt, self.cache_size.max_text_tokens
-        self._block_tables.update([request])
+        self._block_tables.stage_new_blocks(request)
+        self._block_tables.commit()
         positions = torch.arange(num_text + len(prompt))
         table = self._block_tables.tables[request.slot]
         rows = (table[positions // self.block_size].long() * self.block_size + positions % self.block_size).to(
