@@ -194,7 +194,7 @@ def cube() -> list[Row]:
         print(results[-1], flush=True)
 
     add("bfloat16 (cuBLAS)", plain, "product")
-    rounded = [launch.round_rows(x, torch.int8, 127.0, "float32") for x in xs]
+    rounded = [launch.quantize_rows(x, torch.int8, 127.0, "float32") for x in xs]
     whole = [torch.randint(-127, 128, (size, size), device="cuda", dtype=torch.int8) for _ in range(count)]
     add("torch._int_mm", [lambda r=r, w=w: torch._int_mm(r[0], w.t()) for r, w in zip(rounded, whole, strict=True)],
         "product, no scales")  # fmt: skip
@@ -206,7 +206,7 @@ def cube() -> list[Row]:
             f"product with scales ({path})")  # fmt: skip
         add(name, linear_calls(held, ActivationQuant(get_format(inputs)), xs, "triton-eight-bit"), "with rounding of x")
     held = [packed("fp8-e4m3", size, size)[0] for _ in range(count)]
-    eighths = [launch.round_rows(x, torch.float8_e4m3fn, 448.0, "float32") for x in xs]
+    eighths = [launch.quantize_rows(x, torch.float8_e4m3fn, 448.0, "float32") for x in xs]
     calls = []
     for (codes, scales), matrix in zip(eighths, held, strict=True):
         weight = matrix.tensors["codes"].view(torch.float8_e4m3fn).t()

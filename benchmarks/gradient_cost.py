@@ -161,7 +161,7 @@ def _shared(pairs: list[tuple[Tensor, Tensor]], threshold: float, capacity: int)
 def _tuned(pairs: list[tuple[Tensor, Tensor]], threshold: float, capacity: int) -> list[tuple[str, float]]:
     from smelt.kernels.gpu import threshold_select as kernel
 
-    mine = kernel.words_for(len(pairs[0][0]) // kernel.BITS)
+    mine = kernel.words_per_program(len(pairs[0][0]) // kernel.BITS)
     ways = [(tiles, mine) for tiles in TILES] + [(kernel.TILES, words) for words in WORDS if words != mine]
     results = []
     for tiles, words in ways:

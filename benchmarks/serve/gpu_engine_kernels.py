@@ -76,7 +76,7 @@ def vectors(shape: str, bandwidth: float, tune: bool) -> list[dict[str, Any]]:
 
         _check(ours(matrices[0].clone()), x, norm, matrices[0], kind, y)
         count = height // (2 if kind == "gate" else 1)
-        chosen = vector.tiles_for(count, kind != "add", kind == "gate")
+        chosen = vector.gemv_config(count, kind != "add", kind == "gate")
         for tiles in [chosen, *(other for other in VECTOR_TILES if tune and other != chosen)]:
             time = graph_seconds([lambda m=matrix, t=tiles: ours(m, t) for matrix in matrices])
             rows.append(_row(shape, name, f"vector {tiles}", tiles == chosen, time, 2 * height * width / bandwidth))
@@ -163,7 +163,7 @@ def _prefilling(shape: str, work: str, count: int, new: int, length: int, tune: 
     queries = _random(count * new, HEADS, width)
     chosen = paged.prefill_config(batch, width)
     for tiles in PREFILL_TILES if tune else [chosen]:
-        cut = paged.QueryTiles.of(batch.query_lens, queries.device, tiles)
+        cut = paged.QueryTiles.from_query_lens(batch.query_lens, queries.device, tiles)
         time = graph_seconds([lambda c=cut: paged.paged_prefill(queries, *pages, batch, 0.1, tiles=c)] * 4)
         rows.append(_row(shape, work, f"tiles {tiles}", tiles == chosen, time, None))
     dense = [

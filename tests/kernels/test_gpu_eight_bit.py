@@ -54,7 +54,7 @@ def test_inputs_are_quantized_exactly_as_the_format_does() -> None:
     x[1, 3], x[2, 4], x[2, 5], x[3] = float("nan"), float("inf"), float("-inf"), 0
     names = ["int8", "int8@float16"] + ["int8@bfloat16"] * (DEVICE == "cuda")  # the interpreter truncates
     for number_format in map(get_format, names):
-        codes, scales = launch.round_rows(x, torch.int8, 127.0, number_format.scale_dtype)
+        codes, scales = launch.quantize_rows(x, torch.int8, 127.0, number_format.scale_dtype)
         # on CPU: on GPU, PyTorch divides by a scalar by multiplying with its inverse
         actual, reference = (codes * scales[:, None]).cpu(), number_format.fake_quantize(x.cpu().float())
         assert torch.equal(actual.nan_to_num(7.0), reference.nan_to_num(7.0))
@@ -63,7 +63,7 @@ def test_inputs_are_quantized_exactly_as_the_format_does() -> None:
 
 def test_rows_longer_than_a_tile_are_quantized_the_same() -> None:
     x = torch.randn(1, 20000, device=DEVICE, dtype=HALF)
-    codes, scales = launch.round_rows(x, torch.int8, 127.0, "float32")
+    codes, scales = launch.quantize_rows(x, torch.int8, 127.0, "float32")
     assert torch.equal((codes * scales[:, None]).cpu(), INT8.fake_quantize(x.cpu().float()))
 
 

@@ -180,7 +180,7 @@ def test_matrix_vector_products(around: str) -> None:
     else:
         hidden = torch.randn(1, 50)
         reference, on_gpu = hidden + x @ matrix.T, hidden.to(DEVICE)
-        actual = fused_gemv(on_device[0], on_device[1], added=on_gpu)
+        actual = fused_gemv(on_device[0], on_device[1], residual=on_gpu)
         assert actual is on_gpu
     assert torch.allclose(actual.cpu(), reference, rtol=1e-4, atol=1e-4)
 

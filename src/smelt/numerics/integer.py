@@ -181,6 +181,9 @@ def quantize_int8(x: Tensor, *, min_scale: float) -> tuple[Tensor, Tensor]:
     """Quantize groups [..., size] to symmetric int8 codes -127..127, with scales [..., 1] = amax / 127.
 
     `min_scale` only guards the division: the returned scale of a group of zeros is 0.
+    Used where rows are stored or sent as they are: the quantized KV cache and gradients on the wire. `Integer(bits=8)`
+    is a different formula (unsigned codes with -128 in range, a rounded scale that is 1 for zeros, infinities ignored),
+    which artifacts depend on.
     """
     scale = x.abs().amax(dim=-1, keepdim=True) / 127
     codes = (x / scale.clamp(min=min_scale)).round().clamp(-127, 127).to(torch.int8)

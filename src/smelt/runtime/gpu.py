@@ -81,7 +81,7 @@ class _FusedLinear:
     def forward_add(self, x: Tensor, hidden: Tensor) -> Tensor | None:
         """Project x; return what is still to be added to hidden, or None if the kernel has added it."""
         if self.plain and len(x) == 1:
-            self._gemv(x, added=hidden)
+            self._gemv(x, residual=hidden)
             return None
         return self(x)
 

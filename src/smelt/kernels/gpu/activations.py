@@ -8,11 +8,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def stored_float(value, KIND: tl.constexpr):
+def round_scale(value, SCALE_DTYPE: tl.constexpr):
     """Round a scale to its stored dtype."""
-    if KIND == "float16":
+    if SCALE_DTYPE == "float16":
         stored = tl.maximum(tl.minimum(value, 65504.0).to(tl.float16).to(tl.float32), 5.9604644775390625e-08)
-    elif KIND == "bfloat16":
+    elif SCALE_DTYPE == "bfloat16":
         stored = tl.maximum(tl.minimum(value, 3.38e38).to(tl.bfloat16).to(tl.float32), 1.1754943508222875e-38)
     else:
         stored = tl.maximum(tl.minimum(value, 3.4e38), 1.1754943508222875e-38)
@@ -20,14 +20,14 @@ def stored_float(value, KIND: tl.constexpr):
 
 
 @triton.jit
-def magnitude(value):
+def finite_abs(value):
     """Return the magnitude; 0 for infinities."""
     abs_value = tl.abs(value)
     return tl.where(abs_value < float("inf"), abs_value, 0.0)
 
 
 @triton.jit
-def rounded(value, scale, DTYPE: tl.constexpr):
+def quantize(value, scale, DTYPE: tl.constexpr):
     steps = tl.div_rn(value, tl.zeros(value.shape, tl.float32) + scale)
     steps = tl.where(steps == steps, steps, 0.0)
     if DTYPE == tl.int8:  # noqa: SIM300
@@ -39,37 +39,39 @@ def rounded(value, scale, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def round_rows_kernel(
-    x, fixed, codes, scales, columns, x_stride, clip, SPAN: tl.constexpr, KIND: tl.constexpr, COLUMNS: tl.constexpr,
-    ONCE: tl.constexpr, PDL: tl.constexpr,
+def quantize_rows_kernel(
+    x, static_scale, codes, scales, columns, x_stride, clip_ratio, AMAX_CODE: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, SINGLE_TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Quantize one row per program. The largest magnitude times `clip` maps to SPAN; `fixed` is a static scale.
-    Infinities do not count for the scale, and a NaN makes its row NaN. ONCE: the row fits into one tile of COLUMNS and
-    is read only once."""
+    """Quantize one row per program. The largest magnitude times `clip_ratio` maps to AMAX_CODE, unless there is a
+    `static_scale`. Infinities do not count for the scale, and a NaN makes its row NaN. SINGLE_TILE: the row fits into
+    one tile of BLOCK_N and is read only once."""
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, COLUMNS)
+    lane = tl.arange(0, BLOCK_N)
     start_x, start_codes = x + row * x_stride + lane, codes + row * columns + lane
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     value = tl.load(start_x, mask=lane < columns, other=0.0).to(tl.float32)
-    magnitudes = magnitude(value)
+    magnitudes = finite_abs(value)
     nan_flags = (value != value).to(tl.int32)
-    if not ONCE:
-        for start in range(COLUMNS, columns, COLUMNS):
+    if not SINGLE_TILE:
+        for start in range(BLOCK_N, columns, BLOCK_N):
             next_value = tl.load(start_x + start, mask=start + lane < columns, other=0.0).to(tl.float32)
-            magnitudes = tl.maximum(magnitudes, magnitude(next_value))
+            magnitudes = tl.maximum(magnitudes, finite_abs(next_value))
             nan_flags |= (next_value != next_value).to(tl.int32)
-    if fixed is not None:
-        scale = tl.load(fixed).to(tl.float32)
+    if static_scale is not None:
+        scale = tl.load(static_scale).to(tl.float32)
     else:
         amax = tl.max(magnitudes, axis=0)
-        scale = tl.where(amax == 0.0, 1.0, stored_float(tl.div_rn(amax * clip, tl.full([], SPAN, tl.float32)), KIND))
+        scale = tl.where(
+            amax == 0.0, 1.0, round_scale(tl.div_rn(amax * clip_ratio, tl.full([], AMAX_CODE, tl.float32)), SCALE_DTYPE)
+        )
     has_nan = tl.max(nan_flags, axis=0) > 0
     tl.store(scales + row, tl.where(has_nan, float("nan"), scale))
-    tl.store(start_codes, rounded(value, scale, codes.dtype.element_ty), mask=lane < columns)
-    if not ONCE:
-        for start in range(COLUMNS, columns, COLUMNS):
+    tl.store(start_codes, quantize(value, scale, codes.dtype.element_ty), mask=lane < columns)
+    if not SINGLE_TILE:
+        for start in range(BLOCK_N, columns, BLOCK_N):
             inside = start + lane < columns
             next_value = tl.load(start_x + start, mask=inside, other=0.0).to(tl.float32)
-            tl.store(start_codes + start, rounded(next_value, scale, codes.dtype.element_ty), mask=inside)
+            tl.store(start_codes + start, quantize(next_value, scale, codes.dtype.element_ty), mask=inside)

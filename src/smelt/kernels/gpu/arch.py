@@ -8,17 +8,17 @@ from triton.runtime.interpreter import InterpretedFunction
 
 
 @triton.jit
-def _nothing() -> None:
+def _empty_kernel() -> None:
     pass
 
 
-PTX = not isinstance(_nothing, InterpretedFunction)  # inline PTX is available
+PTX = not isinstance(_empty_kernel, InterpretedFunction)  # inline PTX is available
 PDL = PTX and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)  # dependent launch
 
 # Arguments read element by element at any alignment: specializing kernels on it gains nothing.
 UNALIGNED_ARGS = [
     "block_tables", "seq_len_offsets", "head_cluster", "head_column", "split_work", "slots", "seq_lens", "cu_seqlens_q",
-    "tile_request", "tile_first", "positions", "slot_mapping", "known",
+    "tile_request", "tile_first", "positions", "slot_mapping", "token_ids",
 ]  # fmt: skip
 
 

@@ -18,15 +18,15 @@ E2M1_UNIT = tl.constexpr(2.0**62)  # 2^126 / 2^64
 
 
 @triton.jit
-def stored_scale(raw, KIND: tl.constexpr):
+def decode_scale(raw, SCALE_DTYPE: tl.constexpr):
     """Convert a stored scale to float32. One-byte dtypes are read as bytes."""
-    if KIND == "e8m0":
+    if SCALE_DTYPE == "e8m0":
         byte = raw.to(tl.int32)
         bits = tl.where(byte == 0, 0x00400000, tl.where(byte == 255, 0x7FC00000, byte << 23))
         value = bits.to(tl.float32, bitcast=True)
-    elif KIND == "e5m2":
+    elif SCALE_DTYPE == "e5m2":
         value = (raw.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    elif KIND == "e4m3":
+    elif SCALE_DTYPE == "e4m3":
         byte = raw.to(tl.int32)
         bits = ((byte & 0x80) << 24) | ((byte & 0x7F) << 20)
         value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120, the difference of the exponent biases
@@ -44,7 +44,7 @@ def integer_in_place(word, FIRST: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def straddling(word, after, FIRST: tl.constexpr, BITS: tl.constexpr):
+def straddling_code(word, after, FIRST: tl.constexpr, BITS: tl.constexpr):
     """Return a code that straddles two words, as a float32 to be multiplied by 2^149."""
     low = (word >> FIRST) & ((1 << (32 - FIRST)) - 1)
     return ((low | (after << (32 - FIRST))) & ((1 << BITS) - 1)).to(tl.float32, bitcast=True)
@@ -64,28 +64,28 @@ def e2m1_in_place(word, FIRST: tl.constexpr):
 
 
 @triton.jit
-def _larger(a, b):
+def _max_with_nan(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def largest_of(t):
+def row_amax(t):
     """Return the largest magnitude of each row: [n, m] -> [n]; NaN propagates."""
-    return tl.reduce(tl.abs(t), 1, _larger)
+    return tl.reduce(tl.abs(t), 1, _max_with_nan)
 
 
 @triton.jit
-def fixed_point(largest):
+def fixed_point(amax):
     """Return the power of two that scales values of at most this magnitude to 16-bit integers, and its inverse (NaN if
     not finite). All bits of half precision (8 or 11) are kept unless a value is 2^7 (2^4) times smaller."""
-    power = tl.maximum(largest, 1e-30).to(tl.int32, bitcast=True) & 0x7F800000  # power of two not above the largest
+    power = tl.maximum(amax, 1e-30).to(tl.int32, bitcast=True) & 0x7F800000  # power of two not above the largest
     to_fixed = (2248146944 - power.to(tl.int64)).to(tl.int32)  # (2 * 127 + 14) << 23
     from_fixed = (power - 117440512).to(tl.float32, bitcast=True)  # 14 << 23
-    return to_fixed.to(tl.float32, bitcast=True), tl.where(largest < float("inf"), from_fixed, float("nan"))
+    return to_fixed.to(tl.float32, bitcast=True), tl.where(amax < float("inf"), from_fixed, float("nan"))
 
 
 @triton.jit
-def pair(first, second, PTX: tl.constexpr):
+def pack_pair(first, second, PTX: tl.constexpr):
     """Round two numbers below 2^15 to integers and pack them into the halves of a word."""
     a = (first + 12582912.0).to(tl.int32, bitcast=True)  # the low bits of 1.5 * 2^23 + n are the integer n
     b = (second + 12582912.0).to(tl.int32, bitcast=True)

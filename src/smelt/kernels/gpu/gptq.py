@@ -15,32 +15,32 @@ from torch import Tensor
 @triton.jit
 def gptq_kernel(  # type: ignore[no-untyped-def]
     weight, factor, scale, zero, codes, errors, rows, columns, weight_stride, factor_stride, scale_stride, zero_stride,
-    top, MIDDLE: tl.constexpr, FRACTION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    qmax, DEFAULT_ZERO: tl.constexpr, FRACTIONAL_ZERO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_N)
     row_mask = row < rows
     inside = row_mask[:, None] & (column < columns)[None, :]
     values = tl.load(weight + row[:, None] * weight_stride + column[None, :], mask=inside, other=0.0)
-    all_codes = tl.zeros([ROWS, COLUMNS], tl.float32)
-    all_errors = tl.zeros([ROWS, COLUMNS], tl.float32)
+    all_codes = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    all_errors = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for index in range(columns):
         is_current = (column == index)[None, :]
-        value = tl.sum(tl.where(is_current, values, 0.0), axis=1)  # [ROWS]
+        value = tl.sum(tl.where(is_current, values, 0.0), axis=1)  # [BLOCK_M]
         step = tl.load(scale + row * scale_stride + index, mask=row_mask, other=1.0)
-        zero_point = tl.full([ROWS], MIDDLE, tl.float32)
+        zero_point = tl.full([BLOCK_M], DEFAULT_ZERO, tl.float32)
         if zero is not None:
             zero_point = tl.load(zero + row * zero_stride + index, mask=row_mask, other=0.0)
         steps = tl.div_rn(value, step)
-        if FRACTION:
+        if FRACTIONAL_ZERO:
             steps += zero_point
         steps = tl.where(steps == steps, tl.minimum(tl.maximum(steps, -1048576.0), 1048576.0), 0.0)
         code = (steps + 12582912.0) - 12582912.0  # round to nearest, ties to even
-        if not FRACTION:
+        if not FRACTIONAL_ZERO:
             code += zero_point
-        code = tl.minimum(tl.maximum(code, 0.0), top)
+        code = tl.minimum(tl.maximum(code, 0.0), qmax)
         diagonal = tl.load(factor + index * factor_stride + index)
-        error = tl.div_rn(value - (code - zero_point) * step, tl.zeros([ROWS], tl.float32) + diagonal)
+        error = tl.div_rn(value - (code - zero_point) * step, tl.zeros([BLOCK_M], tl.float32) + diagonal)
         after = (column > index) & (column < columns)
         factor_row = tl.load(factor + index * factor_stride + column, mask=after, other=0.0)
         values = tl.where(after[None, :], values - error[:, None] * factor_row[None, :], values)
@@ -71,8 +71,8 @@ def gptq_block(
         tile = 8
         gptq_kernel[(triton.cdiv(rows, tile),)](
             weight, factor, scale, zero, codes, errors, rows, columns, weight.stride(0), factor.stride(0),
-            scale.stride(0), 0 if zero is None else zero.stride(0), float(qmax), MIDDLE=default_zero,
-            FRACTION=fractional_zero, ROWS=tile, COLUMNS=max(triton.next_power_of_2(columns), 16), num_warps=2,
-            enable_fp_fusion=False,
+            scale.stride(0), 0 if zero is None else zero.stride(0), float(qmax), DEFAULT_ZERO=default_zero,
+            FRACTIONAL_ZERO=fractional_zero, BLOCK_M=tile, BLOCK_N=max(triton.next_power_of_2(columns), 16),
+            num_warps=2,             enable_fp_fusion=False,
         )  # fmt: skip
     return codes, errors

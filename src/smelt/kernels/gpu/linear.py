@@ -27,8 +27,8 @@ class WeightOnly(LinearKernel):
     name = "triton-weight-only"
 
     def supports(self, packed: PackedMatrix, inputs: ActivationQuant | None, dtype: torch.dtype) -> bool:
-        known = isinstance(packed.format, Integer | Scaled)
-        return known and inputs is None and dtype in HALF and runs_on(packed.device)
+        supported = isinstance(packed.format, Integer | Scaled)
+        return supported and inputs is None and dtype in HALF and runs_on(packed.device)
 
     def prepare(self, packed: PackedMatrix, inputs: ActivationQuant | None) -> Matrix:
         return describe(packed)
@@ -46,11 +46,11 @@ class EightBit(LinearKernel):
     name = "triton-eight-bit"
 
     def supports(self, packed: PackedMatrix, inputs: ActivationQuant | None, dtype: torch.dtype) -> bool:
-        if inputs is None or dtype not in HALF or not runs_on(packed.device) or not _rows_of(inputs):
+        if inputs is None or dtype not in HALF or not runs_on(packed.device) or not _has_supported_scales(inputs):
             return False
         if isinstance(inputs.format, Integer):
-            return _integers(packed) and launch.tile_of(describe(packed), 32) is not None
-        return dtype == torch.bfloat16 and _floats(packed)
+            return _is_int_matrix(packed) and launch.gemm_block_k(describe(packed), 32) is not None
+        return dtype == torch.bfloat16 and _is_e4m3_matrix(packed)
 
     def prepare(self, packed: PackedMatrix, inputs: ActivationQuant | None) -> Matrix:
         return describe(packed)
@@ -59,9 +59,9 @@ class EightBit(LinearKernel):
         self, x: Tensor, packed: PackedMatrix, inputs: ActivationQuant | None, bias: Tensor | None, prepared: Any
     ) -> Tensor:
         assert inputs is not None
-        span = _span(inputs)
+        amax_code = _amax_code(inputs)
         y = eight_bit(
-            x.reshape(-1, packed.columns), bias, inputs.scale, inputs.clip_ratio, span, inputs.format.scale_dtype,
+            x.reshape(-1, packed.columns), bias, inputs.scale, inputs.clip_ratio, amax_code, inputs.format.scale_dtype,
             *prepared.arguments(),
         )  # fmt: skip
         return y.reshape(*x.shape[:-1], packed.rows)
@@ -72,7 +72,7 @@ def runs_on(device: torch.device) -> bool:
     return device.type == ("cuda" if PTX else "cpu")
 
 
-def _rows_of(inputs: ActivationQuant) -> bool:
+def _has_supported_scales(inputs: ActivationQuant) -> bool:
     """Return whether inputs are symmetric 8-bit integers or E4M3 with per-row scales or one static scale."""
     number_format = inputs.format
     if inputs.scale is not None and inputs.scale.numel() != 1:
@@ -84,21 +84,21 @@ def _rows_of(inputs: ActivationQuant) -> bool:
     return type(number_format) is Scaled and number_format.elements == E4M3
 
 
-def _span(inputs: ActivationQuant) -> float:
+def _amax_code(inputs: ActivationQuant) -> float:
     """Return the code magnitude that the largest magnitude of a row maps to."""
     if isinstance(inputs.format, Integer):
         return inputs.format.qmax / 2 if inputs.format.full_range else inputs.format.qmax // 2
     return E4M3.max_value
 
 
-def _integers(packed: PackedMatrix) -> bool:
+def _is_int_matrix(packed: PackedMatrix) -> bool:
     number_format = packed.format
     if isinstance(number_format, DenormalInteger):
         return number_format.bits == 4 and number_format.zero_dtype == "code"
     return isinstance(number_format, Integer) and number_format.bits in (4, 8) and number_format.zero_dtype == "code"
 
 
-def _floats(packed: PackedMatrix) -> bool:
+def _is_e4m3_matrix(packed: PackedMatrix) -> bool:
     """Return whether PyTorch's E4M3 GEMM supports the matrix."""
     number_format = packed.format
     single_scale_format = isinstance(number_format, Scaled) and not isinstance(number_format, SignedScales | Ternary)

@@ -13,12 +13,12 @@ from smelt.numerics.format import PER_TENSOR, Format
 from smelt.numerics.integer import DenormalInteger, Integer
 from smelt.numerics.scaled import Scaled
 
-_SCALES = {"e8m0": "e8m0", "e8m0-up": "e8m0", "e4m3": "e4m3", "e5m2": "e5m2"}  # others are float dtypes of Triton
+_SCALE_DTYPES = {"e8m0": "e8m0", "e8m0-up": "e8m0", "e4m3": "e4m3", "e5m2": "e5m2"}  # others are float dtypes of Triton
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A packed matrix. `group` 0: per-row scales; `middle`: the zero point if none is stored."""
+    """A packed matrix. `group_size` 0: per-row scales; `default_zero`: the zero point if none is stored."""
 
     codes: Tensor  # uint8 [rows, octets]
     scale: Tensor  # one-byte dtypes viewed as uint8
@@ -29,9 +29,9 @@ class Matrix:
     columns: int
     bits: int
     element: str  # int, dint, e2m1, table
-    scale_kind: str  # float, e8m0, e4m3, e5m2
-    group: int
-    middle: int
+    scale_dtype: str  # float, e8m0, e4m3, e5m2
+    group_size: int
+    default_zero: int
 
     @property
     def rows(self) -> int:
@@ -58,7 +58,7 @@ class Matrix:
 def describe(packed: PackedMatrix) -> Matrix:
     """Convert a packed matrix of any format; each kernel checks whether it supports it."""
     number_format, tensors = packed.format, packed.tensors
-    element, middle, table = _element(number_format, packed.device)
+    element, default_zero, table = _element(number_format, packed.device)
     one_group = tensors["scale"].shape[-2] == 1
     return Matrix(
         codes=tensors["codes"],
@@ -70,9 +70,9 @@ def describe(packed: PackedMatrix) -> Matrix:
         columns=packed.columns,
         bits=number_format.bits,
         element=element,
-        scale_kind=_SCALES.get(number_format.scale_dtype, "float"),
-        group=0 if one_group or number_format.group_size == PER_TENSOR else number_format.group_size,
-        middle=middle,
+        scale_dtype=_SCALE_DTYPES.get(number_format.scale_dtype, "float"),
+        group_size=0 if one_group or number_format.group_size == PER_TENSOR else number_format.group_size,
+        default_zero=default_zero,
     )
 
 

@@ -112,9 +112,9 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     request = tl.program_id(0).to(tl.int64)
     if HEADS_PER_PAGE:
         item = split_work + tl.program_id(1) * 3
-        head, split, num_parts = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+        head, split, head_splits = tl.load(item), tl.load(item + 1), tl.load(item + 2)
     else:
-        head, split, num_parts = tl.program_id(1), tl.program_id(2), SPLITS
+        head, split, head_splits = tl.program_id(1), tl.program_id(2), SPLITS
     DTYPE: tl.constexpr = qkv.dtype.element_ty
     row, lane = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM)
     in_head = lane < head_dim
@@ -126,9 +126,9 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     kv_len = tl.where(seq_len > 0, seq_len + seq_len_offset, 0)
     low = tl.maximum(kv_len - window, 0)
-    share = tl.cdiv(tl.cdiv(kv_len - 1 - low, num_parts), BLOCK_N) * BLOCK_N
-    begin = low + split * share
-    end = tl.minimum(begin + share, kv_len - 1)
+    split_len = tl.cdiv(tl.cdiv(kv_len - 1 - low, head_splits), BLOCK_N) * BLOCK_N
+    begin = low + split * split_len
+    end = tl.minimum(begin + split_len, kv_len - 1)
     if SPLITS > 1:  # few keys per program: the first ones, stored by earlier steps, need not wait
         first_keys, first_values, first_in_range, first_key_scales, first_value_scales = load_kv_tile(
             key_pages, value_pages, table, begin, end, block_rows, token_rows, first_row, lane, head_dim, DTYPE,
@@ -200,31 +200,31 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         tl.store(softmax_stats + stat_index * 2 + 1, l_i, mask=row < Q_PER_KV)
         tl.debug_barrier()  # all threads have stored
         finished = tl.atomic_add(split_counter + request * kv_heads + head, 1, sem="acq_rel")
-        if finished == num_parts - 1:
+        if finished == head_splits - 1:
             tl.store(split_counter + request * kv_heads + head, 0)
             for member in tl.static_range(Q_PER_KV):
                 member_row = request * heads + head * Q_PER_KV + member
-                merge_splits(partial_acc, softmax_stats, output, member_row, num_parts, head_dim, SPLITS, HEAD_DIM)
+                merge_splits(partial_acc, softmax_stats, output, member_row, head_splits, head_dim, SPLITS, HEAD_DIM)
 
 
 @triton.jit
 def merge_splits(  # type: ignore[no-untyped-def]
-    partial_acc, softmax_stats, output, at, num_parts, head_dim, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr
+    partial_acc, softmax_stats, output, row, head_splits, head_dim, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
     """Merge the splits of one head of one request."""
     split, lane = tl.arange(0, SPLITS), tl.arange(0, HEAD_DIM)
-    in_range = split < num_parts
-    stats_ptr = softmax_stats + (at * SPLITS + split) * 2
+    in_range = split < head_splits
+    stats_ptr = softmax_stats + (row * SPLITS + split) * 2
     m_i = tl.load(stats_ptr, mask=in_range, other=float("-inf"), cache_modifier=".cg")
     l_i = tl.load(stats_ptr + 1, mask=in_range, other=0.0, cache_modifier=".cg")
     m_max = tl.max(m_i, axis=0)
     alpha = tl.exp2(m_i - tl.where(m_max == float("-inf"), 0.0, m_max))
     inside = (lane < head_dim)[None, :] & (l_i > 0)[:, None]
-    partial_ptr = partial_acc + (at * SPLITS + split)[:, None] * head_dim + lane[None, :]
+    partial_ptr = partial_acc + (row * SPLITS + split)[:, None] * head_dim + lane[None, :]
     acc = tl.load(partial_ptr, mask=inside, other=0.0, cache_modifier=".cg")
     l_total = tl.sum(l_i * alpha, axis=0)
     merged = tl.sum(acc * alpha[:, None], axis=0) / tl.where(l_total == 0.0, 1.0, l_total)
-    tl.store(output + at * head_dim + lane, merged.to(output.dtype.element_ty), mask=lane < head_dim)
+    tl.store(output + row * head_dim + lane, merged.to(output.dtype.element_ty), mask=lane < head_dim)
 
 
 @triton.jit
@@ -417,7 +417,9 @@ def paged_prefill(
     _, size, kv_heads, _ = key_pages.shape
     if head_pages is not None:
         kv_heads = len(head_pages.head_cluster)
-    tiles = tiles or QueryTiles.of(metadata.query_lens, queries.device, prefill_config(metadata, head_dim, kv_quant))
+    tiles = tiles or QueryTiles.from_query_lens(
+        metadata.query_lens, queries.device, prefill_config(metadata, head_dim, kv_quant)
+    )
     output = torch.empty(tokens, heads, head_dim, dtype=queries.dtype, device=queries.device)
     constants = {name: value for name, value in kernel_constants(kv_quant).items() if name != "HADAMARD_STEPS"}
     prefill_kernel[(len(tiles.request_ids), heads)](
@@ -444,7 +446,9 @@ class QueryTiles:
     stages: int
 
     @classmethod
-    def of(cls, query_lens: Sequence[int], device: torch.device, config: tuple[int, int, int, int]) -> QueryTiles:
+    def from_query_lens(
+        cls, query_lens: Sequence[int], device: torch.device, config: tuple[int, int, int, int]
+    ) -> QueryTiles:
         pairs = [(request, first) for request, count in enumerate(query_lens) for first in range(0, count, config[0])]
         tiles = torch.tensor(pairs, dtype=torch.int32).T.contiguous()
         tiles = tiles.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tiles.to(device)

@@ -11,10 +11,10 @@ import triton.language as tl
 
 
 @triton.constexpr_function
-def integer_ptx(bits: int, plane: int, middle: int, brain: bool) -> str:
+def integer_ptx(bits: int, plane: int, default_zero: int, bfloat16: bool) -> str:
     """Convert four codes to half precision: insert them into the low bits of 2^7 (bfloat16) or 2^10 (float16), which is
-    then subtracted together with the middle."""
-    kind, base = ("bf16", 0x4300) if brain else ("f16", 0x6400)
+    then subtracted together with the default zero point."""
+    dtype, base = ("bf16", 0x4300) if bfloat16 else ("f16", 0x6400)
     mask = (1 << bits) - 1
     return f"""{{
         .reg .b32 low, high, base;
@@ -25,16 +25,16 @@ def integer_ptx(bits: int, plane: int, middle: int, brain: bool) -> str:
         shr.b32 high, high, {bits * plane};
         lop3.b32 low, low, {mask * 0x10001}, base, 0xea;
         lop3.b32 high, high, {mask * 0x10001}, base, 0xea;
-        mov.b32 base, {(base + middle) * 0x10001};
-        sub.{kind}x2 $0, low, base;
-        sub.{kind}x2 $1, high, base;
+        mov.b32 base, {(base + default_zero) * 0x10001};
+        sub.{dtype}x2 $0, low, base;
+        sub.{dtype}x2 $1, high, base;
     }}"""
 
 
 @triton.constexpr_function
-def e2m1_ptx(plane: int, brain: bool) -> str:
+def e2m1_ptx(plane: int, bfloat16: bool) -> str:
     """Convert four codes to half precision: move sign, exponent and mantissa, then multiply by 2^126 or 2^14."""
-    kind, up, unit = ("bf16", 6, 0x7E80) if brain else ("f16", 9, 0x7400)
+    dtype, up, unit = ("bf16", 6, 0x7E80) if bfloat16 else ("f16", 9, 0x7400)
     return f"""{{
         .reg .b32 low, high, sign, size, unit;
         mov.b32 unit, {unit * 0x10001};
@@ -48,8 +48,8 @@ def e2m1_ptx(plane: int, brain: bool) -> str:
         shl.b32 size, high, {up - 4 * plane};
         and.b32 size, size, {(7 << up) * 0x10001};
         lop3.b32 high, sign, 0x80008000, size, 0xea;
-        mul.{kind}x2 $0, low, unit;
-        mul.{kind}x2 $1, high, unit;
+        mul.{dtype}x2 $0, low, unit;
+        mul.{dtype}x2 $1, high, unit;
     }}"""
 
 
@@ -83,8 +83,8 @@ def code_plane(octets, PLANE: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def half_precision(octets, ASSEMBLY: tl.constexpr, BRAIN: tl.constexpr):
-    if BRAIN:
+def half_precision(octets, ASSEMBLY: tl.constexpr, BFLOAT16: tl.constexpr):
+    if BFLOAT16:
         value = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [octets], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
         value = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [octets], dtype=tl.float16, is_pure=True, pack=4)
@@ -93,23 +93,23 @@ def half_precision(octets, ASSEMBLY: tl.constexpr, BRAIN: tl.constexpr):
 
 @triton.jit
 def float_plane(
-    octets, PLANE: tl.constexpr, BITS: tl.constexpr, ELEMENT: tl.constexpr, MIDDLE: tl.constexpr, DTYPE: tl.constexpr,
-    PTX: tl.constexpr,
+    octets, PLANE: tl.constexpr, BITS: tl.constexpr, ELEMENT: tl.constexpr, DEFAULT_ZERO: tl.constexpr,
+    DTYPE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Return elements, or codes minus MIDDLE, in half precision, where they are exact."""
-    BRAIN: tl.constexpr = DTYPE == tl.bfloat16  # noqa: SIM300
+    """Return elements, or codes minus DEFAULT_ZERO, in half precision, where they are exact."""
+    BFLOAT16: tl.constexpr = DTYPE == tl.bfloat16  # noqa: SIM300
     if PTX and ELEMENT == "e2m1":
-        value = half_precision(octets, e2m1_ptx(PLANE, BRAIN), BRAIN)
-    elif PTX and (BITS < 8 or not BRAIN):
-        value = half_precision(octets, integer_ptx(BITS, PLANE, MIDDLE, BRAIN), BRAIN)
+        value = half_precision(octets, e2m1_ptx(PLANE, BFLOAT16), BFLOAT16)
+    elif PTX and (BITS < 8 or not BFLOAT16):
+        value = half_precision(octets, integer_ptx(BITS, PLANE, DEFAULT_ZERO, BFLOAT16), BFLOAT16)
     elif ELEMENT == "e2m1":
         code = code_plane(octets, PLANE, BITS)
         bits = ((code & 8) << 28) | ((code & 7) << 22)
         value = (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(DTYPE)  # 2^126
-    elif PTX and MIDDLE == 128:
+    elif PTX and DEFAULT_ZERO == 128:
         value = (octets ^ 0x80).to(tl.int8, bitcast=True).to(DTYPE)
     else:
-        value = (code_plane(octets, PLANE, BITS) - MIDDLE).to(tl.float32).to(DTYPE)
+        value = (code_plane(octets, PLANE, BITS) - DEFAULT_ZERO).to(tl.float32).to(DTYPE)
     return value
 
 
@@ -128,7 +128,7 @@ def int8_plane(octets, zero, PLANE: tl.constexpr, BITS: tl.constexpr, ELEMENT: t
         code = code_plane(octets, PLANE, BITS)
         value = code - zero[:, None]
         if ELEMENT == "dint":
-            TOP: tl.constexpr = (1 << BITS) - 1
-            value = tl.where(code == TOP - 1, 1, tl.where(code == TOP, -1, 2 * value))
+            MAX_CODE: tl.constexpr = (1 << BITS) - 1
+            value = tl.where(code == MAX_CODE - 1, 1, tl.where(code == MAX_CODE, -1, 2 * value))
         value = value.to(tl.int8)
     return value

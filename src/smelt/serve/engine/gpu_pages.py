@@ -114,7 +114,9 @@ class PagedGpuPages:
             query_lens=query_lens,
         )  # fmt: skip
         first = self.cache.layer(min(self.cache.keys))
-        tiles = QueryTiles.of(query_lens, slots.device, prefill_config(metadata, first.keys.shape[-1], first.kv_quant))
+        tiles = QueryTiles.from_query_lens(
+            query_lens, slots.device, prefill_config(metadata, first.keys.shape[-1], first.kv_quant)
+        )
 
         def attend(qkv: Tensor, part: Attention) -> Tensor:
             keys, values, *_, kv_quant = self.cache.layer(part.layer)

@@ -79,7 +79,9 @@ class PerHeadGpuPages:
             cu_seqlens_q=batch.cu_seqlens_q, seq_lens=batch.seq_lens, block_tables=cache.block_tables,
             slot_mapping=positions, max_seq_len=batch.max_seq_len, query_lens=batch.query_lens,
         )  # fmt: skip
-        tiles = QueryTiles.of(batch.query_lens, slots.device, prefill_config(metadata, cache.keys.shape[-1], kv_quant))
+        tiles = QueryTiles.from_query_lens(
+            batch.query_lens, slots.device, prefill_config(metadata, cache.keys.shape[-1], kv_quant)
+        )
 
         def attend(qkv: Tensor, part: Attention) -> Tensor:
             head_pages, _ = self._layer(part.layer, len(chunks))
