@@ -51,7 +51,7 @@ def main() -> None:
          f"{p.ratio:.2f} ({p.ratio_low:.2f}-{p.ratio_high:.2f})"]
         for p in prefill
     ]  # fmt: skip
-    speeds.append(["decode a token, batch 1", f"{base_ms:.1f} ms", f"{new_ms:.1f} ms", f"{base_ms / new_ms:.2f}"])
+    speeds.append(["decode step, batch 1", f"{base_ms:.1f} ms", f"{new_ms:.1f} ms", f"{base_ms / new_ms:.2f}"])
     text = (
         "# SmolLM2-135M, 20 % of the blocks' parameters removed, on the CPU\n\n"
         + table(["", "time", "peak memory"], rows)

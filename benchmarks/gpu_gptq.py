@@ -49,7 +49,7 @@ def main() -> None:
     torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    assert len(quantized_layers(model.network)) == facts["layers_quantised"] == 7 * options.layers
+    assert len(quantized_layers(model.network)) == facts["layers_quantized"] == 7 * options.layers
     row = {
         "layers": options.layers,
         "offload": options.offload,

@@ -169,7 +169,7 @@ def test_bench(place: Place, smelt_here: Smelt, pruned: Path, tmp_path: Path) ->
     ]
     done = smelt_here("bench", str(pruned), "--against", place / "llama", *arguments)
     report = result(tmp_path / "r.json")
-    forward, decode = report["latency"]["forward"], report["latency"]["decode a token"]
+    forward, decode = report["latency"]["forward"], report["latency"]["decode step"]
     assert 0 < forward["median_ms"] < 1000 and 0 < decode["median_ms"] < 1000
     assert (forward["batch"], forward["length"], forward["repeats"]) == (2, 16, 5)
     assert forward["tokens_per_second"] == pytest.approx(2 * 16 / forward["median_ms"] * 1000)

@@ -115,7 +115,7 @@ def test_missing_file_and_folder(tmp_path: Path) -> None:
 
 
 def test_a_decompression_bomb_is_stopped_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MOST_BYTES", 2**20)
+    monkeypatch.setattr(files, "MAX_FILE_BYTES", 2**20)
     monkeypatch.setattr(files, "_CHUNK_BYTES", 2**16)
     path = written(tmp_path / "bomb.txt.gz", b"0" * 2**24)
     with pytest.raises(DataError, match="holds more than"):

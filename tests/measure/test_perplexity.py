@@ -86,7 +86,7 @@ def test_batch_size_and_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -
     model = decoder()
     alone = perplexity(model, TEXT, context=16)
     together = perplexity(model, TEXT, context=16, batch_size=7)
-    monkeypatch.setattr(logits_module, "_MOST_BYTES", 3 * 4 * 99)
+    monkeypatch.setattr(logits_module, "_MAX_LOGITS_BYTES", 3 * 4 * 99)
     sliced = perplexity(model, TEXT, context=16, batch_size=7)
     for other in (together, sliced):
         assert np.abs(other.items - alone.items).max() < 1e-6
@@ -94,7 +94,7 @@ def test_batch_size_and_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_logits_are_never_materialized_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logits_module, "_MOST_BYTES", 5 * 4 * 99)
+    monkeypatch.setattr(logits_module, "_MAX_LOGITS_BYTES", 5 * 4 * 99)
     model, sizes = decoder(), []
     model.network.get_output_embeddings().register_forward_hook(
         lambda _, __, output: sizes.append(output.numel() // 99)
@@ -147,7 +147,7 @@ def test_models_without_language_head_or_tokenizer() -> None:
 
 @torch.no_grad()
 def test_divergence_matches_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logits_module, "_MOST_BYTES", 10 * 4 * 99)
+    monkeypatch.setattr(logits_module, "_MAX_LOGITS_BYTES", 10 * 4 * 99)
     base, new = decoder(), decoder()
     for parameter in new.network.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter))

@@ -9,15 +9,15 @@ import pytest
 from smelt.report.charts import Bar, Interval, bar, cells, fraction_bar, interval_plot
 
 
-def places(svg: str, style: str, attribute: str) -> list[float]:
+def attribute_values(svg: str, style: str, attribute: str) -> list[float]:
     tags = [tag for tag in re.findall(r"<[^>]*>", svg) if f'class="{style}"' in tag]
     return [float(re.search(rf'{attribute}="([-\d.]+)%"', tag).group(1)) for tag in tags]  # type: ignore[union-attr]
 
 
 def test_interval_and_reference_share_one_scale() -> None:
     svg = interval_plot(Interval(3.5, 3.0, 4.5, 0.0, higher_is_better=False), "title")
-    (reference,), (dot,) = places(svg, "reference", "x1"), places(svg, "estimate", "cx")
-    low, high = places(svg, "interval", "x1")[0], places(svg, "interval", "x2")[0]
+    (reference,), (dot,) = attribute_values(svg, "reference", "x1"), attribute_values(svg, "estimate", "cx")
+    low, high = attribute_values(svg, "interval", "x1")[0], attribute_values(svg, "interval", "x2")[0]
     unit = (high - low) / 1.5
     assert dot == pytest.approx(low + 0.5 * unit, abs=0.1) and reference == pytest.approx(dot - 3.5 * unit, abs=0.1)
     assert 0 < reference < low < dot < high < 100
@@ -34,22 +34,22 @@ def test_the_better_side_is_named(higher_is_better: bool, left: str) -> None:
 @pytest.mark.parametrize("value", [0.0, 1e-9, 1.0, 1e12, -5.0])
 def test_a_zero_width_interval_is_drawn(value: float) -> None:
     svg = interval_plot(Interval(value, value, value, 0.0, higher_is_better=True), "title")
-    assert "nan" not in svg and 0 <= places(svg, "estimate", "cx")[0] <= 100
+    assert "nan" not in svg and 0 <= attribute_values(svg, "estimate", "cx")[0] <= 100
 
 
 def test_bars_share_their_scale() -> None:
     svg = bar(Bar(50.0, 20.0, "after", "title"), longest=100.0)
-    assert places(svg, "after", "width") == [50.0]
-    assert places(svg, "whisker", "x1") == [40.0, 40.0, 60.0] and places(svg, "whisker", "x2") == [60.0, 40.0, 60.0]
+    assert attribute_values(svg, "after", "width") == [50.0]
+    assert attribute_values(svg, "whisker", "x1") == [40.0, 40.0, 60.0] and attribute_values(svg, "whisker", "x2") == [60.0, 40.0, 60.0]
     assert "whisker" not in bar(Bar(50.0, 0.0, "after", "title"), longest=100.0)
 
 
 def test_kept_fraction_fills_the_track() -> None:
     svg = fraction_bar(0.25, "a quarter")
-    assert places(svg, "kept", "width") == [25.0] and "<title>a quarter</title>" in svg
+    assert attribute_values(svg, "kept", "width") == [25.0] and "<title>a quarter</title>" in svg
 
 
 def test_cells_keep_their_positions() -> None:
     svg = cells({0, 2}, 4, "head")
-    assert places(svg, "cell kept", "x") == pytest.approx([1.5, 51.5])
-    assert places(svg, "cell removed", "x") == pytest.approx([26.5, 76.5])
+    assert attribute_values(svg, "cell kept", "x") == pytest.approx([1.5, 51.5])
+    assert attribute_values(svg, "cell removed", "x") == pytest.approx([26.5, 76.5])

@@ -9,20 +9,20 @@ import pytest
 from smelt.report.plots import Axis, curve, dots, steps
 
 
-def drawn(svg: str) -> list[tuple[float, float]]:
+def polyline_points(svg: str) -> list[tuple[float, float]]:
     (points,) = re.findall(r'points="([^"]*)"', svg)
     return [(float(x) / 10_000, 1 - float(y) / 10_000) for x, y in (pair.split(",") for pair in points.split())]
 
 
 def test_a_curve_goes_through_its_points() -> None:
     svg = curve("title", [(0.0, 0.0), (5.0, 1.0), (20.0, 4.0)], Axis("s", 20.0), Axis("ms", 8.0))
-    assert drawn(svg) == [(0.0, 0.0), (0.25, 0.125), (1.0, 0.5)]
+    assert polyline_points(svg) == [(0.0, 0.0), (0.25, 0.125), (1.0, 0.5)]
     assert "<h3>title, ms</h3>" in svg
 
 
 def test_steps_keep_their_value() -> None:
     svg = steps("title", [(0.0, 2.0), (1.0, 4.0), (2.0, 0.0)], Axis("s", 2.0), Axis("", 4.0))
-    assert drawn(svg) == [(0.0, 0.5), (0.5, 0.5), (0.5, 1.0), (1.0, 1.0), (1.0, 0.0)]
+    assert polyline_points(svg) == [(0.0, 0.5), (0.5, 0.5), (0.5, 1.0), (1.0, 1.0), (1.0, 0.0)]
     assert "<h3>title</h3>" in svg
 
 
@@ -38,4 +38,4 @@ def test_points_and_markers() -> None:
 def test_any_range_is_plotted(top: float) -> None:
     svg = curve("<b>", [(0.0, 0.0), (top, top)], Axis("s", top), Axis("ms", top))
     assert "nan" not in svg and "inf" not in svg and "<b>" not in svg
-    assert all(0 <= x <= 1 and 0 <= y <= 1 for x, y in drawn(svg))
+    assert all(0 <= x <= 1 and 0 <= y <= 1 for x, y in polyline_points(svg))

@@ -10,14 +10,14 @@ from rich.console import Console
 from smelt.report import summary_table
 
 
-def printed(run: dict[str, Any]) -> str:
+def render_text(run: dict[str, Any]) -> str:
     console = Console(width=120, record=True, force_terminal=False, file=io.StringIO())
     console.print(summary_table(run))
     return console.export_text()
 
 
 def test_table_contains_the_run(run: dict[str, Any]) -> None:
-    lines = printed(run).splitlines()
+    lines = render_text(run).splitlines()
 
     def cells(label: str) -> list[str]:
         line = next(line for line in lines if label in line)
@@ -35,7 +35,7 @@ def test_table_contains_the_run(run: dict[str, Any]) -> None:
 def test_markup_in_a_name_is_shown_verbatim(run: dict[str, Any]) -> None:
     run["title"] = "[red]model[/red]"
     run["quality"]["metric"] = "[bold]metric[/]"
-    text = printed(run)
+    text = render_text(run)
     assert "[red]model[/red]" in text and "[bold]metric[/] on wikitext2" in text
 
 

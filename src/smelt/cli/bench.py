@@ -33,7 +33,7 @@ def run(
         loaded = load(model, device=device)
         timings = {"forward": latency(loaded, batch=batch_size, length=seq_len, repeats=repeats, seed=seed)}
         if loaded.task == "language":
-            timings["decode a token"] = decode_latency(loaded, prompt=seq_len, batch=batch_size, seed=seed)
+            timings["decode step"] = decode_latency(loaded, prompt=seq_len, batch=batch_size, seed=seed)
     content: dict[str, Any] = {
         "model": model,
         "latency": {name: asdict(timing) for name, timing in timings.items()},

@@ -19,7 +19,7 @@ Batch = dict[str, Tensor]
 _PIECE_CHARACTERS = 32_768
 _PIECES_AT_ONCE = 8
 # Windows may overlap if the text is short, but only up to this average number of uses per token.
-_MOST_USES_OF_A_TOKEN = 2
+_MAX_USES_PER_TOKEN = 2
 
 
 def text_batches(
@@ -123,7 +123,7 @@ def _pieces(text: str) -> Iterator[str]:
 def _window_starts(tokens: int, samples: int, length: int, generator: np.random.Generator, name: str) -> np.ndarray:
     """Return the window starts in random order: random gaps between non-overlapping windows if the text suffices."""
     num_starts = tokens - length + 1
-    if samples > num_starts or samples * length > _MOST_USES_OF_A_TOKEN * tokens:
+    if samples > num_starts or samples * length > _MAX_USES_PER_TOKEN * tokens:
         raise DataError(
             f"{name} has {tokens:,} tokens, too few for {samples:,} windows of {length:,}: "
             "give more text, or use fewer or shorter windows."

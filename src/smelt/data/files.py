@@ -1,6 +1,6 @@
 """Read files: plain text, or rows from JSONL, JSON, CSV, TSV and Parquet, optionally gzipped.
 
-At most `MOST_BYTES` are read, so that a decompression bomb raises an error instead of exhausting memory.
+At most `MAX_FILE_BYTES` are read, so that a decompression bomb raises an error instead of exhausting memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from smelt.errors import DataError
 
 Row = dict[str, Any]
 
-MOST_BYTES = 2**30
+MAX_FILE_BYTES = 2**30
 _CHUNK_BYTES = 2**22
 _GZIP_MAGIC = b"\x1f\x8b"
 
@@ -112,8 +112,8 @@ def _capped(stream: Any, path: Path) -> bytes:
     content = bytearray()
     while chunk := stream.read(_CHUNK_BYTES):
         content += chunk
-        if len(content) > MOST_BYTES:
-            raise DataError(f"{path} holds more than {MOST_BYTES / 2**30:.3g} GiB: give a smaller part of it.")
+        if len(content) > MAX_FILE_BYTES:
+            raise DataError(f"{path} holds more than {MAX_FILE_BYTES / 2**30:.3g} GiB: give a smaller part of it.")
     return bytes(content)
 
 
@@ -158,7 +158,7 @@ def _as_row(value: Any, path: Path, number: int) -> Row:
 def _separated_rows(path: Path, tab: bool) -> list[Row]:
     """Read rows below a header line. In TSV a quote is a plain character, as in the GLUE files."""
     options: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tab else {}
-    previous_limit = csv.field_size_limit(MOST_BYTES)
+    previous_limit = csv.field_size_limit(MAX_FILE_BYTES)
     try:
         reader = csv.DictReader(io.StringIO(_decoded(path), newline=""), **options)
         return [_complete(row, path, reader.line_num) for row in reader]
@@ -185,8 +185,8 @@ def _parquet_rows(path: Path) -> list[Row]:
     try:
         file = parquet.ParquetFile(content)
         groups = range(file.metadata.num_row_groups)
-        if sum(file.metadata.row_group(group).total_byte_size for group in groups) > MOST_BYTES:
-            raise DataError(f"{path} unpacks to more than {MOST_BYTES / 2**30:.3g} GiB: give a smaller part of it.")
+        if sum(file.metadata.row_group(group).total_byte_size for group in groups) > MAX_FILE_BYTES:
+            raise DataError(f"{path} unpacks to more than {MAX_FILE_BYTES / 2**30:.3g} GiB: give a smaller part of it.")
         rows: list[Row] = file.read().to_pylist()
     except (ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path} is not a readable Parquet file ({str(error).splitlines()[0]}).") from error

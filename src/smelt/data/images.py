@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from smelt.data.files import MOST_BYTES
+from smelt.data.files import MAX_FILE_BYTES
 from smelt.errors import DataError
 
 PARTS = ("train", "test")
@@ -75,8 +75,8 @@ def _where_is(source: str | Path) -> Path:
 
 def _archive(path: Path, part: str) -> tuple[np.ndarray, np.ndarray] | None:
     with zipfile.ZipFile(path) as archive:
-        if sum(entry.file_size for entry in archive.infolist()) > MOST_BYTES:
-            raise DataError(f"{path} holds more than {MOST_BYTES / 2**30:.3g} GiB: give a smaller part of it.")
+        if sum(entry.file_size for entry in archive.infolist()) > MAX_FILE_BYTES:
+            raise DataError(f"{path} holds more than {MAX_FILE_BYTES / 2**30:.3g} GiB: give a smaller part of it.")
     with np.load(path, allow_pickle=False) as arrays:
         names = set(arrays.files)
         if {f"x_{part}", f"y_{part}"} <= names:
@@ -119,7 +119,7 @@ def _idx(folder: Path, name: str) -> np.ndarray | None:
     if path is None:
         return None
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-        content = file.read(MOST_BYTES)
+        content = file.read(MAX_FILE_BYTES)
     zero, type_code, dimensions = struct.unpack(">HBB", content[:4])
     if zero or type_code != _IDX_BYTES:
         raise DataError(f"{path} is not an IDX file of bytes.")

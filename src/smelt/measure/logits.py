@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import Cache, PreTrainedModel
 
-_MOST_BYTES = 2**26
+_MAX_LOGITS_BYTES = 2**26
 
 LogitRows = Callable[[slice], Tensor]
 NewCache = Callable[[], Cache]  # creates the KV cache of a forward, if not the network's own
@@ -66,7 +66,7 @@ def logit_rows(
 
 def slices(rows: int, vocabulary: int) -> Iterator[slice]:
     """Yield slices over `rows` whose logits take at most about 64 MiB each."""
-    size = max(1, _MOST_BYTES // (4 * vocabulary))
+    size = max(1, _MAX_LOGITS_BYTES // (4 * vocabulary))
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 

@@ -42,7 +42,7 @@ NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 MIXED = "mixed-precision"
 _SCALES: dict[str, ScaleDtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _LONGEST_PATTERN = 200
-_MOST_REPEATS = 4  # per pattern: more can make a failing match take exponential time
+_MAX_REPEATS = 4  # per pattern: more can make a failing match take exponential time
 
 
 def compressed_skeleton(folder: Path) -> PreTrainedModel:
@@ -119,7 +119,7 @@ def _names(names: Any, where: str) -> list[str]:
         raise ModelError(f"{where}: the targets in the quantization_config are not a list of names.")
     for name in names:
         pattern = name.removeprefix("re:")
-        wild = len(re.findall(r"[*+{]", pattern)) > _MOST_REPEATS or re.search(r"\)[*+{?]", pattern)
+        wild = len(re.findall(r"[*+{]", pattern)) > _MAX_REPEATS or re.search(r"\)[*+{?]", pattern)
         if name.startswith("re:") and (wild or len(pattern) > _LONGEST_PATTERN or not _compiles(pattern)):
             raise ModelError(
                 f"{where}: the quantization_config has the pattern {pattern!r:.80}, which is not supported."

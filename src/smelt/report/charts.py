@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from smelt.report.markup import Markup, join, tag
 
 
-def _at(fraction: float) -> str:
+def _percent(fraction: float) -> str:
     return f"{100 * fraction:.2f}%"
 
 
@@ -27,13 +27,13 @@ def bar(entry: Bar, longest: float) -> Markup:
     end = entry.value / longest
     low, high = (max(0.0, entry.value + side * entry.spread / 2) / longest for side in (-1, 1))
     whisker = join(
-        tag("line", x1=_at(low), x2=_at(high), y1=11, y2=11, class_="whisker"),
-        *(tag("line", x1=_at(edge), x2=_at(edge), y1=7, y2=15, class_="whisker") for edge in (low, high)),
+        tag("line", x1=_percent(low), x2=_percent(high), y1=11, y2=11, class_="whisker"),
+        *(tag("line", x1=_percent(edge), x2=_percent(edge), y1=7, y2=15, class_="whisker") for edge in (low, high)),
     )
     return tag(
         "svg",
         tag("title", entry.title),
-        tag("rect", x=0, y=2, width=_at(end), height=18, rx=3, class_=entry.style),
+        tag("rect", x=0, y=2, width=_percent(end), height=18, rx=3, class_=entry.style),
         whisker if entry.spread else None,
         width="100%",
         height=22,
@@ -47,7 +47,7 @@ def fraction_bar(kept: float, title: str) -> Markup:
         "svg",
         tag("title", title),
         tag("rect", x=0, y=1, width="100%", height=12, rx=2, class_="removed"),
-        tag("rect", x=0, y=1, width=_at(kept), height=12, rx=2, class_="kept"),
+        tag("rect", x=0, y=1, width=_percent(kept), height=12, rx=2, class_="kept"),
         width="100%",
         height=14,
         role="img",
@@ -56,20 +56,20 @@ def fraction_bar(kept: float, title: str) -> Markup:
 
 def cells(kept: set[int], of: int, unit: str) -> Markup:
     """Draw one cell per unit in the original order: filled if kept, hollow if removed."""
-    drawn = [
+    rects = [
         tag(
             "rect",
             tag("title", f"{unit} {index}: {'kept' if index in kept else 'removed'}"),
-            x=_at((index + 0.06) / of),
+            x=_percent((index + 0.06) / of),
             y=1,
-            width=_at(0.88 / of),
+            width=_percent(0.88 / of),
             height=12,
             rx=2,
             class_="cell kept" if index in kept else "cell removed",
         )
         for index in range(of)
     ]
-    return tag("svg", *drawn, width="100%", height=14, role="img", style=f"max-width:{20 * of}px")
+    return tag("svg", *rects, width="100%", height=14, role="img", style=f"max-width:{20 * of}px")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def interval_plot(interval: Interval, title: str) -> Markup:
     ticks = ticks_between(first, last)
 
     def position(value: float) -> str:
-        return _at((value - first) / (last - first))
+        return _percent((value - first) / (last - first))
 
     left, right = ("← worse", "better →") if interval.higher_is_better else ("← better", "worse →")
     axis = [

@@ -36,8 +36,8 @@ def _heading(name: str, blocks: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _row(block: Mapping[str, Any], headings: Sequence[str]) -> Markup:
-    drawn = [tag("div", *_part(name, block), class_=f"part {name}") for name in headings]
-    return tag("div", tag("span", block.get("block", ""), class_="block-name"), *drawn, class_="kept-row")
+    parts = [tag("div", *_part(name, block), class_=f"part {name}") for name in headings]
+    return tag("div", tag("span", block.get("block", ""), class_="block-name"), *parts, class_="kept-row")
 
 
 def _part(name: str, block: Mapping[str, Any]) -> list[Markup]:
@@ -48,16 +48,16 @@ def _part(name: str, block: Mapping[str, Any]) -> list[Markup]:
         kept = set(part["kept"])
         return [cells(kept, part["of"], str(block.get("unit", "head"))), _count(len(kept), part["of"])]
     parts = part if isinstance(part, list) else [part]
-    return [piece for each in parts for piece in (_bar(name, each), _count(_number(each), each["of"]))]
+    return [markup for each in parts for markup in (_bar(name, each), _count(_num_kept(each), each["of"]))]
 
 
 def _bar(name: str, part: Mapping[str, Any]) -> Markup:
-    kept, of = _number(part), part["of"]
+    kept, of = _num_kept(part), part["of"]
     share = kept / of if of else 0.0
     return fraction_bar(share, f"{kept:,} of {of:,} {_CHANNELS[name]} kept ({100 * share:.0f} %)")
 
 
-def _number(part: Mapping[str, Any]) -> int:
+def _num_kept(part: Mapping[str, Any]) -> int:
     kept = part["kept"]
     return kept if isinstance(kept, int) else len(kept)
 
@@ -78,8 +78,8 @@ def precision(run: Run) -> Markup | None:
     worst = max(layer["error"] for block in blocks for layer in block["layers"].values()) or 1.0
     head = tag("tr", tag("th", "block"), *(tag("th", name) for name in names))
     rows = [tag("tr", tag("td", block["block"]), *_precision_cells(block["layers"], names, worst)) for block in blocks]
-    drawn = tag("table", tag("thead", head), tag("tbody", *rows), class_="precision")
-    return section("Precision per layer", note(_PRECISION_NOTE), tag("div", drawn, class_="scrolled"))
+    grid = tag("table", tag("thead", head), tag("tbody", *rows), class_="precision")
+    return section("Precision per layer", note(_PRECISION_NOTE), tag("div", grid, class_="scrolled"))
 
 
 def _precision_cells(layers: Mapping[str, Mapping[str, Any]], names: Sequence[str], worst: float) -> list[Markup]:
@@ -93,7 +93,7 @@ def _precision_cell(name: str, layer: Mapping[str, Any], worst: float) -> Markup
     return tag("td", words, style=f"--share: {55 * share:.0f}%", title=f"{name}: {layer['format']}", data_label=name)
 
 
-SHOWN = 8  # in the terminal
+MAX_LISTED = 8  # in the terminal
 _EXPERTS_NOTE = (
     "Fewer calibration tokens reached these experts than their widest layer has input channels, so their Hessian is "
     "rank-deficient; an expert that no token reached was rounded to nearest. More calibration data helps."
@@ -114,8 +114,8 @@ def undercalibrated_sentence(run: Run) -> str:
     experts = run.get("few_tokens") or []
     if not experts:
         return ""
-    names = [f"{expert['expert']} ({_tokens(expert)})" for expert in experts[:SHOWN]]
-    more = f" and {len(experts) - SHOWN} more, listed in the report" if len(experts) > SHOWN else ""
+    names = [f"{expert['expert']} ({_tokens(expert)})" for expert in experts[:MAX_LISTED]]
+    more = f" and {len(experts) - MAX_LISTED} more, listed in the report" if len(experts) > MAX_LISTED else ""
     return f"undercalibrated experts (fewer tokens than input channels): {', '.join(names)}{more}"
 
 

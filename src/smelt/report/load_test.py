@@ -20,7 +20,7 @@ LATENCIES = {
     "e2el": "end-to-end latency",
     "late": "send delay",
 }
-_CURVE = 400  # points drawn per distribution
+_MAX_CURVE_POINTS = 400  # points drawn per distribution
 
 
 def render_load(run: Run) -> str:
@@ -43,9 +43,9 @@ def render_load(run: Run) -> str:
 
 def latency_rows(summary: Run) -> list[list[str]]:
     """Format name, mean, percentiles and maximum in milliseconds of every measured latency."""
-    spreads = [(name, summary.get(key)) for key, name in LATENCIES.items()]
+    stats = [(name, summary.get(key)) for key, name in LATENCIES.items()]
     columns = ("mean", "p50", "p90", "p99", "max")
-    return [[name, *(f"{spread[column]:,.1f}" for column in columns)] for name, spread in spreads if spread]
+    return [[name, *(f"{latency[column]:,.1f}" for column in columns)] for name, latency in stats if latency]
 
 
 def throughput_rows(summary: Run) -> list[list[str]]:
@@ -59,9 +59,9 @@ def throughput_rows(summary: Run) -> list[list[str]]:
         ["peak concurrent requests", f"{summary['peak_concurrency']:,}"],
     ]
     if summary["goodput"] is not None:
-        kept = ", ".join(f"{name} {limit:g} ms" for name, limit in summary["limits"].items())
-        rows.append([f"goodput ({kept})", f"{summary['goodput']:.2f}/s, {summary['good']:,} requests"])
-    return rows + [[f"failed: {kind}", f"{count:,}"] for kind, count in summary["failures"].items()]
+        limits = ", ".join(f"{name} {limit:g} ms" for name, limit in summary["limits"].items())
+        rows.append([f"goodput ({limits})", f"{summary['goodput']:.2f}/s, {summary['good']:,} requests"])
+    return rows + [[f"failed: {error}", f"{count:,}"] for error, count in summary["failures"].items()]
 
 
 def _line(run: Run) -> str:
@@ -91,20 +91,20 @@ def _warnings(run: Run) -> list[Markup]:
 
 
 def _figures(summary: Run) -> Markup:
-    spreads = [(name, summary[key]) for key, name in LATENCIES.items() if key in ("ttft", "tpot") and summary[key]]
-    drawn = [
+    stats = [(name, summary[key]) for key, name in LATENCIES.items() if key in ("ttft", "tpot") and summary[key]]
+    items = [
         figure("output tokens per second", f"{summary['output_tokens_per_second']:,.0f} tok/s",
                f"peak {summary['peak_tokens_per_second']:,.0f}"),
         figure("requests per second", f"{summary['requests_per_second']:.2f} req/s",
                f"{summary['answered']:,} of {summary['requests']:,} answered"),
-        *(figure(name, f"{spread['p50']:,.1f} ms", "median", f"p99 {spread['p99']:,.1f} ms")
-          for name, spread in spreads),
+        *(figure(name, f"{latency['p50']:,.1f} ms", "median", f"p99 {latency['p99']:,.1f} ms")
+          for name, latency in stats),
     ]  # fmt: skip
     if summary["goodput"] is not None:
-        drawn.append(
+        items.append(
             figure("goodput", f"{summary['goodput']:.2f} req/s", f"{summary['good']:,} requests met all limits")
         )
-    return tag("div", *drawn, class_="figures")
+    return tag("div", *items, class_="figures")
 
 
 def _latencies(summary: Run) -> Markup:
@@ -119,13 +119,13 @@ def _over_time(run: Run) -> list[Markup]:
     for key in ("ttft", "tpot"):
         points: Sequence[Point] = series[key]
         if points:
-            upright = Axis("ms", max(value for _, value in points), limits.get(key), "limit")
-            graphs.append(dots(LATENCIES[key], points, Axis("seconds", last), upright))
+            y_axis = Axis("ms", max(value for _, value in points), limits.get(key), "limit")
+            graphs.append(dots(LATENCIES[key], points, Axis("seconds", last), y_axis))
     for key, title in (("tokens", "output tokens per second"), ("concurrency", "running requests")):
         points = series[key]
         if points:
-            upright = Axis("", max(value for _, value in points))
-            graphs.append(steps(title, points, Axis("seconds", max(last, points[-1][0])), upright))
+            y_axis = Axis("", max(value for _, value in points))
+            graphs.append(steps(title, points, Axis("seconds", max(last, points[-1][0])), y_axis))
     return graphs
 
 
@@ -134,16 +134,16 @@ def _distributions(run: Run) -> list[Markup]:
     graphs = []
     for key, values in run["series"]["sorted"].items():
         if values:
-            across = Axis("ms", values[-1], limits.get(key), "limit")
+            x_axis = Axis("ms", values[-1], limits.get(key), "limit")
             share = Axis("cumulative share", 1.0)
-            graphs.append(curve(LATENCIES[key], _cumulative(values), across, share))
+            graphs.append(curve(LATENCIES[key], _cumulative(values), x_axis, share))
     return graphs
 
 
 def _cumulative(values: Sequence[float]) -> list[Point]:
     """Return the cumulative distribution, at no more points than can be seen."""
     count = len(values)
-    indices = sorted({round(index * (count - 1) / (_CURVE - 1)) for index in range(_CURVE)})
+    indices = sorted({round(index * (count - 1) / (_MAX_CURVE_POINTS - 1)) for index in range(_MAX_CURVE_POINTS)})
     return [(values[0], 0.0), *((values[index], (index + 1) / count) for index in indices)]
 
 

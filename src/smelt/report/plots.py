@@ -45,26 +45,25 @@ def curve(title: str, points: Sequence[Point], x: Axis, y: Axis) -> Markup:
 def steps(title: str, points: Sequence[Point], x: Axis, y: Axis) -> Markup:
     """Draw a step function: each value holds until the next point."""
     corners: list[Point] = []
-    for here, value in points:
-        corners += [(here, corners[-1][1]), (here, value)] if corners else [(here, value)]
+    for position, value in points:
+        corners += [(position, corners[-1][1]), (position, value)] if corners else [(position, value)]
     return _graph(title, x, y, _line(corners, x, y))
 
 
 def dots(title: str, points: Sequence[Point], x: Axis, y: Axis) -> Markup:
     """Draw a dot per point, subsampled if there are very many."""
     stride = -(-len(points) // _MAX_DOTS) or 1
-    drawn = [
-        tag("circle", cx=_percent(x.position(one)), cy=f"{_HEIGHT * (1 - y.position(two)):.1f}", r=2.5, class_="spot")
-        for one, two in points[::stride]
+    circles = [
+        tag("circle", cx=_percent(x.position(px)), cy=f"{_HEIGHT * (1 - y.position(py)):.1f}", r=2.5, class_="spot")
+        for px, py in points[::stride]
     ]
-    return _graph(title, x, y, join(*drawn))
+    return _graph(title, x, y, join(*circles))
 
 
 def _line(points: Sequence[Point], x: Axis, y: Axis) -> Markup:
-    places = (f"{_RESOLUTION * x.position(one):.0f},{_RESOLUTION * (1 - y.position(two)):.0f}" for one, two in points)
     return tag(
         "svg",
-        tag("polyline", points=" ".join(places), class_="curve"),
+        tag("polyline", points=_coordinates(points, x, y), class_="curve"),
         viewBox=f"0 0 {_RESOLUTION} {_RESOLUTION}",
         preserveAspectRatio="none",
         width="100%",
@@ -72,7 +71,7 @@ def _line(points: Sequence[Point], x: Axis, y: Axis) -> Markup:
     )
 
 
-def _graph(title: str, x: Axis, y: Axis, drawn: Markup) -> Markup:
+def _graph(title: str, x: Axis, y: Axis, content: Markup) -> Markup:
     """Draw axes and content; the y labels have a box of their own, whose width does not change with the page."""
     y_ticks, x_ticks = ticks_between(0, y.end), ticks_between(0, x.end)
     labels = [
@@ -95,22 +94,22 @@ def _graph(title: str, x: Axis, y: Axis, drawn: Markup) -> Markup:
         "div",
         tag("h3", f"{title}, {y.name}" if y.name else title),
         tag("svg", *labels, width=52, height=_HEIGHT + 38, aria_hidden="true", class_="plot"),
-        tag("svg", tag("title", title), *lines, _marks(x, y), drawn, *below, name, width="100%", **box),
+        tag("svg", tag("title", title), *lines, _marks(x, y), content, *below, name, width="100%", **box),
         class_="graph",
     )
 
 
 def _marks(x: Axis, y: Axis) -> Markup:
-    drawn = []
+    marks = []
     if x.mark is not None and x.mark <= x.end:
-        at = _percent(x.position(x.mark))
-        drawn.append(tag("line", x1=at, x2=at, y1=0, y2=_HEIGHT, class_="reference"))
-        drawn.append(tag("text", x.mark_name, x=at, y=_HEIGHT - 6, dx=4))
+        mark_x = _percent(x.position(x.mark))
+        marks.append(tag("line", x1=mark_x, x2=mark_x, y1=0, y2=_HEIGHT, class_="reference"))
+        marks.append(tag("text", x.mark_name, x=mark_x, y=_HEIGHT - 6, dx=4))
     if y.mark is not None and y.mark <= y.end:
-        at = f"{_HEIGHT * (1 - y.position(y.mark)):.1f}"
-        drawn.append(tag("line", x1="0%", x2="100%", y1=at, y2=at, class_="reference"))
-        drawn.append(tag("text", y.mark_name, x="0%", y=at, dx=4, dy=-4))
-    return join(*drawn)
+        mark_y = f"{_HEIGHT * (1 - y.position(y.mark)):.1f}"
+        marks.append(tag("line", x1="0%", x2="100%", y1=mark_y, y2=mark_y, class_="reference"))
+        marks.append(tag("text", y.mark_name, x="0%", y=mark_y, dx=4, dy=-4))
+    return join(*marks)
 
 
 def _percent(fraction: float) -> str:
@@ -158,20 +157,20 @@ class Scale:
         return numbers.size(10.0**power) if self.bytes else f"{10.0**power:g}"
 
 
-def scale_of(
-    name: str, values: Sequence[float], *, zero: bool = False, wide: float = math.inf, bytes: bool = False
+def make_scale(
+    name: str, values: Sequence[float], *, zero: bool = False, log_ratio: float = math.inf, bytes: bool = False
 ) -> Scale:
-    """Return the scale that holds all values; logarithmic if the largest exceeds `wide` times the smallest."""
+    """Return the scale that holds all values; logarithmic if the largest exceeds `log_ratio` times the smallest."""
     finite = [value for value in values if math.isfinite(value)] or [0.0]
     low, high = min(finite), max(finite)
-    if low > 0 and high / low > wide:
+    if low > 0 and high / low > log_ratio:
         return Scale(name, 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high)), True, bytes)
     low = 0.0 if zero and low >= 0 else low - 0.05 * (high - low)
     high = high + 0.05 * (high - low)
     return Scale(name, low, high if high > low else low + (abs(low) or 1.0), False, bytes)
 
 
-def averaged(points: Sequence[Point]) -> tuple[list[Point], int]:
+def downsample(points: Sequence[Point]) -> tuple[list[Point], int]:
     """Average consecutive points if there are very many; return them and the group size."""
     stride = -(-len(points) // _MAX_POINTS) or 1
     groups = [points[start : start + stride] for start in range(0, len(points), stride)]
@@ -180,7 +179,7 @@ def averaged(points: Sequence[Point]) -> tuple[list[Point], int]:
 
 def lines(title: str, series: Sequence[Series], x: Scale, y: Scale) -> Markup:
     """Draw a line through the points of each series."""
-    drawn = [
+    polylines = [
         tag(
             "polyline",
             tag("title", each.name),
@@ -192,15 +191,17 @@ def lines(title: str, series: Sequence[Series], x: Scale, y: Scale) -> Markup:
     ]
     box = tag(
         "svg",
-        *drawn,
+        *polylines,
         viewBox=f"0 0 {_RESOLUTION} {_RESOLUTION}",
         preserveAspectRatio="none",
         width="100%",
         height=_LINES_HEIGHT,
     )
     y_labels = [(_LINES_HEIGHT * (1 - y.position(value)), text) for value, text in y.ticks()]
-    grid = [tag("line", x1="0%", x2="100%", y1=f"{at:.1f}", y2=f"{at:.1f}", class_="axis") for at, _ in y_labels]
-    words = [tag("text", text, x="44", y=f"{at + 4:.1f}", text_anchor="end") for at, text in y_labels]
+    grid = [
+        tag("line", x1="0%", x2="100%", y1=f"{height:.1f}", y2=f"{height:.1f}", class_="axis") for height, _ in y_labels
+    ]
+    words = [tag("text", text, x="44", y=f"{height + 4:.1f}", text_anchor="end") for height, text in y_labels]
     below = [
         tag("text", text, x=f"{100 * x.position(value):.2f}%", y=_LINES_HEIGHT + 16, text_anchor="middle")
         for value, text in x.ticks()
@@ -232,16 +233,16 @@ def legend(names: Sequence[str]) -> Markup:
 
 def stacked(parts: Sequence[tuple[str, float]], longest: float) -> Markup:
     """Draw one stacked bar on a scale that ends at `longest`."""
-    drawn, start = [], 0.0
+    rects, start = [], 0.0
     for number, (name, value) in enumerate(parts):
-        at, width = 100 * start / longest, 100 * value / longest
+        left, width = 100 * start / longest, 100 * value / longest
         title = tag("title", f"{name}: {1000 * value:.3g} ms")
-        drawn.append(tag("rect", title, x=f"{at:.2f}%", y=2, width=f"{width:.2f}%", height=18, class_=f"part{number}"))
+        rects.append(
+            tag("rect", title, x=f"{left:.2f}%", y=2, width=f"{width:.2f}%", height=18, class_=f"part{number}")
+        )
         start += value
-    return tag("svg", join(*drawn), width="100%", height=22, role="img")
+    return tag("svg", join(*rects), width="100%", height=22, role="img")
 
 
-def _coordinates(points: Sequence[Point], x: Scale, y: Scale) -> str:
-    return " ".join(
-        f"{_RESOLUTION * x.position(one):.0f},{_RESOLUTION * (1 - y.position(two)):.0f}" for one, two in points
-    )
+def _coordinates(points: Sequence[Point], x: Axis | Scale, y: Axis | Scale) -> str:
+    return " ".join(f"{_RESOLUTION * x.position(px):.0f},{_RESOLUTION * (1 - y.position(py)):.0f}" for px, py in points)

@@ -32,7 +32,7 @@ def _conditions(measured: Run) -> str:
 
 
 def _plots(compared: Run, higher_is_better: bool) -> list[Markup]:
-    drawn: list[Markup] = []
+    plots: list[Markup] = []
     for key, prefix, reference, label in (
         ("difference", "", 0.0, "difference, after − before"),
         ("ratio", "ratio_", 1.0, "ratio, after ÷ before"),
@@ -43,8 +43,8 @@ def _plots(compared: Run, higher_is_better: bool) -> list[Markup]:
         interval = Interval(value, low, high, reference, higher_is_better)
         if interval.finite:
             title = f"{label}, with its {confidence_text(compared)}"
-            drawn += [tag("h3", title), interval_plot(interval, title)]
-    return drawn
+            plots += [tag("h3", title), interval_plot(interval, title)]
+    return plots
 
 
 def _share(value: float) -> str:

@@ -51,26 +51,26 @@ def _step(step: Run) -> tuple[object, ...]:
     facts = ", ".join(f"{key} {numbers.plain(value)}" for key, value in (step.get("facts") or {}).items())
     return (
         step.get("name", ""),
-        _written(step.get("seconds"), numbers.seconds),
-        _written(step.get("peak_bytes"), numbers.size),
-        _written(changed.get("tensors"), numbers.plain),
-        _written(changed.get("parameters_removed"), numbers.count),
+        _format_optional(step.get("seconds"), numbers.seconds),
+        _format_optional(step.get("peak_bytes"), numbers.size),
+        _format_optional(changed.get("tensors"), numbers.plain),
+        _format_optional(changed.get("parameters_removed"), numbers.count),
         tag("div", facts, class_="facts") if facts else "",
     )
 
 
-def _written(value: float | None, write: Callable[[float], str]) -> str:
+def _format_optional(value: float | None, write: Callable[[float], str]) -> str:
     return "" if value is None else write(value)
 
 
 def samples(run: Run) -> Markup | None:
     """Show each prompt completed by both models, side by side."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     turns: list[tuple[int, Run]] = []
     for sample in run.get("samples") or []:
         who = str(sample.get("who", ""))
-        turns.append((seen[who], sample))
-        seen[who] += 1
+        turns.append((counts[who], sample))
+        counts[who] += 1
     quotes = [
         tag(
             "blockquote",

@@ -1,7 +1,7 @@
 """The FSDP sharding page: times per unit and both timelines, predicted beside measured.
 
 A plan is a plain dict: `name`, `world_size`, `units` (name, bytes, reshard_after_forward), `predicted` and
-`measured` (seconds, exposed_seconds, peak_memory, and events as kind, unit, start, end; unit -1 is the root).
+`measured` (seconds, exposed_seconds, peak_memory, and events as op type, unit, start, end; unit -1 is the root).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from smelt.report import numbers, sections
 from smelt.report.markup import Markup, join, note, section, table, tag
 from smelt.report.page import page
 
-KINDS = ("all-gather", "forward", "backward", "reduce-scatter")
-HEADINGS = ["unit", "size", "after forward", *(f"{kind}, ms" for kind in KINDS)]
+OP_TYPES = ("all-gather", "forward", "backward", "reduce-scatter")
+HEADINGS = ["unit", "size", "after forward", *(f"{op}, ms" for op in OP_TYPES)]
 _LANES = (("compute", ("forward", "backward")), ("collectives", ("all-gather", "reduce-scatter")))
 _ROOT = -1
 _ROW = 22  # height of a lane
@@ -28,7 +28,7 @@ def render_shard_plan(plan: PlanRecord) -> str:
     title = f"Sharded training: {plan['name']}"
     return page(
         title,
-        tag("header", tag("h1", title), tag("div", _what(plan), class_="soft")),
+        tag("header", tag("h1", title), tag("div", _subtitle(plan), class_="soft")),
         section("One step", table(["", "predicted", "measured"], step_rows(plan))),
         section(
             "Timeline", _legend(), *(_timeline(which, plan) for which in ("predicted", "measured")), note(_LANE_NOTE)
@@ -61,10 +61,10 @@ def step_rows(plan: PlanRecord) -> list[list[str]]:
 def unit_rows(plan: PlanRecord) -> list[list[str]]:
     """Build one row per unit."""
     rows = []
-    for place, unit in _units(plan):
-        times = [[1000 * _total(plan[which], kind, place) for which in ("predicted", "measured")] for kind in KINDS]
+    for index, unit in _units(plan):
+        times = [[1000 * _total(plan[which], op, index) for which in ("predicted", "measured")] for op in OP_TYPES]
         after = "resharded" if unit["reshard_after_forward"] else "stays gathered"
-        cells = [f"{one:.3f} / {two:.3f}" for one, two in times]
+        cells = [f"{predicted:.3f} / {measured:.3f}" for predicted, measured in times]
         rows.append([unit["name"], numbers.size(unit["bytes"]), after, *cells])
     return rows
 
@@ -83,7 +83,7 @@ def fact_rows(plan: PlanRecord) -> list[list[str]]:
     ]
 
 
-def _what(plan: PlanRecord) -> str:
+def _subtitle(plan: PlanRecord) -> str:
     units = _units(plan)
     size = sum(unit["bytes"] for _, unit in units)
     return f"{numbers.size(size)} of parameters in {len(units)} units on {plan['world_size']} ranks"
@@ -95,12 +95,14 @@ def _units(plan: PlanRecord) -> list[tuple[int, Mapping[str, Any]]]:
     return [*enumerate(plan["units"]), *([(_ROOT, {**root, "reshard_after_forward": False})] if root["bytes"] else [])]
 
 
-def _total(timeline: Mapping[str, Any], kind: str, unit: int) -> float:
-    return sum(end - start for what, place, start, end in timeline["events"] if (what, place) == (kind, unit))
+def _total(timeline: Mapping[str, Any], op: str, unit: int) -> float:
+    return sum(
+        end - start for event_op, event_unit, start, end in timeline["events"] if (event_op, event_unit) == (op, unit)
+    )
 
 
 def _legend() -> Markup:
-    entries = [tag("span", tag("span", class_=f"swatch {_class(kind)}"), kind, class_="entry") for kind in KINDS]
+    entries = [tag("span", tag("span", class_=f"swatch {_class(op)}"), op, class_="entry") for op in OP_TYPES]
     return tag("p", *entries, class_="soft runs")
 
 
@@ -108,8 +110,8 @@ def _timeline(which: str, plan: PlanRecord) -> Markup:
     longest = max(plan[name]["seconds"] for name in ("predicted", "measured")) or 1.0
     names = dict(_units(plan)) | {_ROOT: {"name": plan["root"]["name"]}}
     lanes = [
-        join(*(_bar(event, names, longest, row) for event in plan[which]["events"] if event[0] in kinds))
-        for row, (_, kinds) in enumerate(_LANES)
+        join(*(_bar(event, names, longest, row) for event in plan[which]["events"] if event[0] in ops))
+        for row, (_, ops) in enumerate(_LANES)
     ]
     words = [tag("text", lane, x=0, y=row * _ROW + 15) for row, (lane, _) in enumerate(_LANES)]
     height = len(_LANES) * _ROW + 4
@@ -126,12 +128,12 @@ def _timeline(which: str, plan: PlanRecord) -> Markup:
 
 
 def _bar(event: Sequence[Any], names: Mapping[int, Mapping[str, Any]], longest: float, row: int) -> Markup:
-    kind, unit, start, end = event
-    title = tag("title", f"{kind} of {names[unit]['name']}: {1000 * (end - start):.3f} ms")
-    at, width = 100 * start / longest, 100 * (end - start) / longest
-    place = {"x": f"{at:.3f}%", "y": row * _ROW + 2, "width": f"{width:.3f}%", "height": _ROW - 4}
-    return tag("rect", title, class_=_class(kind), **place)
+    op, unit, start, end = event
+    title = tag("title", f"{op} of {names[unit]['name']}: {1000 * (end - start):.3f} ms")
+    left, width = 100 * start / longest, 100 * (end - start) / longest
+    box = {"x": f"{left:.3f}%", "y": row * _ROW + 2, "width": f"{width:.3f}%", "height": _ROW - 4}
+    return tag("rect", title, class_=_class(op), **box)
 
 
-def _class(kind: str) -> str:
-    return f"part{KINDS.index(kind) + 1}"
+def _class(op: str) -> str:
+    return f"part{OP_TYPES.index(op) + 1}"

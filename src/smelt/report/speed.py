@@ -23,8 +23,8 @@ def speed(run: Run) -> Markup | None:
     entries = run.get("speed") or []
     if not entries:
         return None
-    missed = [entry for entry in entries if speed_verdict(entry) != "faster"]
-    warnings = [warning(f"{speed_label(entry)}: {speedup_text(entry)}.", lead="Not faster.") for entry in missed]
+    not_faster = [entry for entry in entries if speed_verdict(entry) != "faster"]
+    warnings = [warning(f"{speed_label(entry)}: {speedup_text(entry)}.", lead="Not faster.") for entry in not_faster]
     return section("Speed", note(_NOTE), *warnings, *(_timing(entry) for entry in entries))
 
 
@@ -37,9 +37,9 @@ def _timing(entry: Run) -> Markup:
     bars = {who: _bar(who, measured) for who, measured in pair.items()}
     longest = max(bar.value + bar.spread / 2 for bar in bars.values()) or 1.0
     lines = [
-        piece
+        markup
         for who, measured in pair.items()
-        for piece in (
+        for markup in (
             tag("span", who, class_="soft"),
             bar(bars[who], longest),
             tag("span", time_text(measured), class_="count"),

@@ -22,8 +22,8 @@ from smelt.report.rows import (
 
 def figures(run: Run) -> Markup | None:
     """Draw quality, parameters, bytes, MACs and speed, each with the value before."""
-    drawn = [*_quality(run), *_sizes(run), *_speed(run)]
-    return tag("div", *drawn, class_="figures") if drawn else None
+    items = [*_quality(run), *_sizes(run), *_speed(run)]
+    return tag("div", *items, class_="figures") if items else None
 
 
 def verdict(run: Run) -> str:

@@ -12,12 +12,12 @@ from typing import Any
 from smelt.report import numbers, sections
 from smelt.report.markup import Markup, join, note, section, table, tag, warning
 from smelt.report.page import page
-from smelt.report.plots import Point, Scale, Series, averaged, legend, lines, scale_of, stacked
+from smelt.report.plots import Point, Scale, Series, downsample, legend, lines, make_scale, stacked
 from smelt.report.rows import Run
 from smelt.report.summary import figure
 
 PHASES = ("data", "forward", "backward", "reduce", "optimizer")
-_WIDE = 30.0  # an axis that spans more than this factor is logarithmic
+_LOG_RATIO = 30.0  # an axis that spans more than this factor is logarithmic
 _PLAIN, _DENSE = "none", "dense"  # no compressor, and the name `auto` gives it
 
 
@@ -26,11 +26,11 @@ def render_training(runs: Sequence[Run]) -> str:
     title = f"Training: {', '.join(str(run['name']) for run in runs)}"
     return page(
         title,
-        tag("header", tag("h1", title), tag("div", _what(runs[0]), class_="soft")),
+        tag("header", tag("h1", title), tag("div", _subtitle(runs[0]), class_="soft")),
         *(warning(text) for run in runs for text in _warnings(run)),
         _figures(runs[0]) if len(runs) == 1 else None,
-        section("Loss", _key(runs), tag("div", *_losses(runs), class_="graphs"), _thin_note(runs)),
-        section("Traffic", _key(runs), tag("div", *_traffic(runs), class_="graphs"), note(_TRAFFIC_NOTE)),
+        section("Loss", _legend(runs), tag("div", *_losses(runs), class_="graphs"), _downsample_note(runs)),
+        section("Traffic", _legend(runs), tag("div", *_traffic(runs), class_="graphs"), note(_TRAFFIC_NOTE)),
         section("Step time by phase", _phases(runs), note(_phase_note(runs))),
         section("Facts", table(["", *(str(run["name"]) for run in runs)], fact_rows(runs))),
         *(_decision(run) for run in runs),
@@ -50,14 +50,14 @@ def summary(run: Run) -> dict[str, Any]:
     """Summarize a run."""
     steps = run["log"]
     last = steps[-1]
-    held_out = [line["evaluation"] for line in steps if line.get("evaluation")]
+    evaluations = [line["evaluation"] for line in steps if line.get("evaluation")]
     padding = [line["padding"] for line in steps if line.get("padding") is not None]
     return {
         "steps": last["step"],
         "seconds": last["seconds"],
         "loss": last["loss"],
-        "held_out": held_out[-1] if held_out else None,
-        "best_held_out_loss": min((evaluation["loss"] for evaluation in held_out), default=None),
+        "held_out": evaluations[-1] if evaluations else None,
+        "best_held_out_loss": min((evaluation["loss"] for evaluation in evaluations), default=None),
         "bytes": last["total_bytes"],
         "bytes_per_step": _mean([line["bytes"] for line in steps]),
         "intra_node_bytes_per_step": _mean([line["intra_node_bytes"] for line in steps]),
@@ -79,28 +79,28 @@ def fact_rows(runs: Sequence[Run]) -> list[list[str]]:
     """Build one row per fact and one column per run, for the page and the terminal."""
     summaries = [summary(run) for run in runs]
     rows: list[tuple[str, Callable[[Run], str]]] = [
-        ("steps", lambda one: numbers.count(one["steps"])),
-        ("seconds", lambda one: numbers.seconds(one["seconds"])),
-        ("last loss", lambda one: numbers.metric(one["loss"])),
-        ("final held-out metrics", lambda one: _evaluation_text(one["held_out"])),
-        ("bytes received per rank", lambda one: numbers.size(one["bytes"])),
-        ("bytes per step", lambda one: numbers.size(one["bytes_per_step"])),
-        ("mean density", lambda one: f"{one['density']:.3g}"),
-        ("mean build-up", lambda one: f"{one['build_up']:.3g}"),
-        ("mean padding", lambda one: "-" if one["padding"] is None else f"{one['padding']:.3g}"),
-        ("skipped steps", lambda one: numbers.count(one["skipped"])),
+        ("steps", lambda summary: numbers.count(summary["steps"])),
+        ("seconds", lambda summary: numbers.seconds(summary["seconds"])),
+        ("last loss", lambda summary: numbers.metric(summary["loss"])),
+        ("final held-out metrics", lambda summary: _evaluation_text(summary["held_out"])),
+        ("bytes received per rank", lambda summary: numbers.size(summary["bytes"])),
+        ("bytes per step", lambda summary: numbers.size(summary["bytes_per_step"])),
+        ("mean density", lambda summary: f"{summary['density']:.3g}"),
+        ("mean build-up", lambda summary: f"{summary['build_up']:.3g}"),
+        ("mean padding", lambda summary: "-" if summary["padding"] is None else f"{summary['padding']:.3g}"),
+        ("skipped steps", lambda summary: numbers.count(summary["skipped"])),
     ]
     first = [
         ["gradients", *(_method(run) for run in runs)],
         ["ranks", *(f"{run['metadata']['world_size']}, {run['metadata']['backend']}" for run in runs)],
         ["parameters", *(numbers.count(run["metadata"]["parameters"]) for run in runs)],
     ]
-    if any(one["intra_node_bytes_per_step"] for one in summaries):
-        rows.append(("intra-node bytes per step", lambda one: numbers.size(one["intra_node_bytes_per_step"])))
-    return first + [[label, *(write(one) for one in summaries)] for label, write in rows]
+    if any(item["intra_node_bytes_per_step"] for item in summaries):
+        rows.append(("intra-node bytes per step", lambda summary: numbers.size(summary["intra_node_bytes_per_step"])))
+    return first + [[label, *(write(item) for item in summaries)] for label, write in rows]
 
 
-def _what(run: Run) -> str:
+def _subtitle(run: Run) -> str:
     facts = run["metadata"]
     config = facts["config"]
     return f"{facts['model_type']}, {numbers.count(facts['parameters'])} parameters, on {config['data']['train']}"
@@ -117,19 +117,21 @@ def _warnings(run: Run) -> list[str]:
 
 
 def _figures(run: Run) -> Markup:
-    one = summary(run)
-    drawn = [
-        figure("loss", numbers.metric(one["loss"]), f"after {one['steps']:,} steps"),
-        figure("bytes per step", numbers.size(one["bytes_per_step"]), "received per rank"),
-        figure("density", f"{100 * one['density']:.3g} %", f"build-up {one['build_up']:.3g}"),
-        figure("time", numbers.seconds(one["seconds"]), f"{1000 * sum(one['phases'].values()):.3g} ms per step"),
+    totals = summary(run)
+    figures = [
+        figure("loss", numbers.metric(totals["loss"]), f"after {totals['steps']:,} steps"),
+        figure("bytes per step", numbers.size(totals["bytes_per_step"]), "received per rank"),
+        figure("density", f"{100 * totals['density']:.3g} %", f"build-up {totals['build_up']:.3g}"),
+        figure("time", numbers.seconds(totals["seconds"]), f"{1000 * sum(totals['phases'].values()):.3g} ms per step"),
     ]
-    if one["held_out"]:
-        drawn.insert(1, figure("held out", numbers.metric(one["held_out"]["loss"]), _evaluation_text(one["held_out"])))
-    return tag("div", *drawn, class_="figures")
+    if totals["held_out"]:
+        figures.insert(
+            1, figure("held out", numbers.metric(totals["held_out"]["loss"]), _evaluation_text(totals["held_out"]))
+        )
+    return tag("div", *figures, class_="figures")
 
 
-def _key(runs: Sequence[Run]) -> Markup | None:
+def _legend(runs: Sequence[Run]) -> Markup | None:
     return legend([f"{run['name']} ({_method(run)})" for run in runs]) if len(runs) > 1 else None
 
 
@@ -141,21 +143,25 @@ def _series(runs: Sequence[Run], x: str, y: Callable[[Run], float | None]) -> li
             value = y(line)
             if value is not None and math.isfinite(value):
                 points.append((line[x], value))
-        series.append(Series(str(run["name"]), averaged(points)[0]))
+        series.append(Series(str(run["name"]), downsample(points)[0]))
     return series
 
 
-def _graph(title: str, series: list[Series], across: str, upright: str, **options: Any) -> Markup | None:
+def _graph(title: str, series: list[Series], x_name: str, y_name: str, **options: Any) -> Markup | None:
     points = [point for each in series for point in each.points]
     if not points:
         return None
     ends = [each.points[-1][0] for each in series if each.points]
-    wide = max(ends) > _WIDE * min(ends)
-    in_bytes = across.startswith("bytes")
-    x: Scale = scale_of(
-        across, [one for one, _ in points if one > 0], zero=True, wide=1.0 if wide else math.inf, bytes=in_bytes
+    logarithmic = max(ends) > _LOG_RATIO * min(ends)
+    in_bytes = x_name.startswith("bytes")
+    x: Scale = make_scale(
+        x_name,
+        [px for px, _ in points if px > 0],
+        zero=True,
+        log_ratio=1.0 if logarithmic else math.inf,
+        bytes=in_bytes,
     )
-    y = scale_of(upright, [value for _, value in points], **options)
+    y = make_scale(y_name, [value for _, value in points], **options)
     return lines(title, series, x, y)
 
 
@@ -163,27 +169,27 @@ def _losses(runs: Sequence[Run]) -> list[Markup | None]:
     def held_out(line: Run) -> float | None:
         return (line.get("evaluation") or {}).get("loss")
 
-    has_traffic = any(line["total_bytes"] for run in runs for line in run["log"])
+    sends = any(line["total_bytes"] for run in runs for line in run["log"])
     return [
         _graph("Loss against time", _series(runs, "seconds", lambda line: line["loss"]), "seconds", ""),
         _graph(
             "Loss against bytes", _series(runs, "total_bytes", lambda line: line["loss"]), "bytes received per rank", ""
         )
-        if has_traffic
+        if sends
         else None,
         _graph("Held-out loss against time", _series(runs, "seconds", held_out), "seconds", ""),
         _graph("Held-out loss against bytes", _series(runs, "total_bytes", held_out), "bytes received per rank", "")
-        if has_traffic
+        if sends
         else None,
     ]
 
 
 def _traffic(runs: Sequence[Run]) -> list[Markup | None]:
     parts = (
-        ("Density", "density", {"wide": _WIDE}),
+        ("Density", "density", {"log_ratio": _LOG_RATIO}),
         ("Build-up", "build_up", {"zero": True}),
         ("Padding", "padding", {"zero": True}),
-        ("Bytes", "bytes", {"wide": _WIDE, "zero": True, "bytes": True}),
+        ("Bytes", "bytes", {"log_ratio": _LOG_RATIO, "zero": True, "bytes": True}),
     )
     return [
         _graph(title, _series(runs, "step", lambda line, key=key: line.get(key)), "step", "", **options)  # type: ignore[misc]
@@ -191,8 +197,8 @@ def _traffic(runs: Sequence[Run]) -> list[Markup | None]:
     ]
 
 
-def _thin_note(runs: Sequence[Run]) -> Markup | None:
-    stride = max(averaged([(0.0, 0.0)] * len(run["log"]))[1] for run in runs)
+def _downsample_note(runs: Sequence[Run]) -> Markup | None:
+    stride = max(downsample([(0.0, 0.0)] * len(run["log"]))[1] for run in runs)
     return note(f"A point is the mean of up to {stride} steps.") if stride > 1 else None
 
 

@@ -18,7 +18,7 @@ from smelt.measure.memory import available_memory
 from smelt.targets.operators import AttentionOp, FeedForwardOp, Operator
 
 _ALIGNMENT = 64  # elements; a tensor that starts inside a cache line would be slower than an allocated one
-_MOST_TENSORS = 7  # per block: input, weights, LayerNorm
+_MAX_TENSORS = 7  # per block: input, weights, LayerNorm
 
 
 class Target(Protocol):
@@ -93,7 +93,7 @@ class _RandomPool:
         """Grow the pool for all tensors of an operator and restart at its beginning."""
         dtype: torch.dtype = getattr(torch, operator.dtype)
         norm_and_input = operator.hidden * (2 + operator.batch * operator.tokens)
-        needed = operator.parameters() + norm_and_input + _MOST_TENSORS * _ALIGNMENT
+        needed = operator.parameters() + norm_and_input + _MAX_TENSORS * _ALIGNMENT
         if self._numbers.dtype != dtype or len(self._numbers) < needed:
             # Scaled like trained weights, so that activations do not overflow.
             numbers = torch.randn(needed, generator=self._generator, device=self._device) / operator.hidden**0.5

@@ -62,7 +62,7 @@ def test_it_counts_the_changed_weights() -> None:
     model = Model(BUILDS["llama"]())
     facts = METHODS.build({"method": "rtn", **SMALL}).apply(model, MethodContext())
     layers = quantized_layers(model.network)
-    assert facts["layers_quantised"] == len(layers) == len(facts["layers"]) == 3 * 7
+    assert facts["layers_quantized"] == len(layers) == len(facts["layers"]) == 3 * 7
     assert facts["bits_per_weight"] == pytest.approx(4 + (16 + 8) / 16)
     saved = sum(layer.in_features * layer.out_features for layer in layers.values()) * (4 - 5.5 / 8)
     assert facts["bytes_before"] - facts["bytes_after"] == pytest.approx(saved)

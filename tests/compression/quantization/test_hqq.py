@@ -60,7 +60,7 @@ def test_groups_far_from_zero_and_constant_groups(middle: float, spread: float) 
 def test_the_method_needs_no_data() -> None:
     model, full = Model(BUILDS["llama"]()), BUILDS["llama"]()
     facts = METHODS.build({"method": "hqq", "group_size": 16}).apply(model, MethodContext())
-    assert facts["layers_quantised"] == len(quantized_layers(model.network)) == 21
+    assert facts["layers_quantized"] == len(quantized_layers(model.network)) == 21
     for path, layer in quantized_layers(model.network).items():
         assert torch.equal(layer.weight, Hqq(group_size=16).fit(full.get_submodule(path).weight).dequantize())
 

@@ -103,7 +103,10 @@ def test_it_survives_other_steps_and_can_be_removed() -> None:
     assert model.kv == KVCacheFormat("int8", rotate_keys=True)
     facts = KvCache(format="none").apply(model, MethodContext())
     numbers = 3 * 2 * 2 * 8  # layers, key and value, heads, head_dim
-    assert facts == {"cache_bits_a_token_before": 3 * 2 * 2 * (8 * 8 + 32), "cache_bits_a_token_after": 32 * numbers}
+    assert facts == {
+        "kv_cache_bits_per_token_before": 3 * 2 * 2 * (8 * 8 + 32),
+        "kv_cache_bits_per_token_after": 32 * numbers,
+    }
     assert model.kv is None and model.new_cache() is None
 
 

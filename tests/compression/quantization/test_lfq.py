@@ -81,7 +81,7 @@ def test_slices_change_nothing_and_bound_the_logits(monkeypatch: pytest.MonkeyPa
     mask[0, 5:] = False  # padding
     results = []
     for most_bytes, most_rows in ((2**26, 14), (4 * 99 * 3, 3)):
-        monkeypatch.setattr(smelt.measure.logits, "_MOST_BYTES", most_bytes)
+        monkeypatch.setattr(smelt.measure.logits, "_MAX_LOGITS_BYTES", most_bytes)
         loss, student = Counted(Model(BUILDS["llama"]()).anatomy, CPU), start.clone().requires_grad_()
         value = loss(student, target, mask)
         num_slices = len(loss.rows)

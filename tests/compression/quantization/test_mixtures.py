@@ -74,7 +74,7 @@ def test_every_method_supports_a_mixture_with_an_unreached_expert(
     settings = {"method": method, **SMALL, "bits": 8, **SETTINGS[method]}
     facts = METHODS.build(settings).apply(model, MethodContext(batches=batches(padded=True)))
     layers = quantized_layers(model.network)
-    assert facts["layers_quantised"] == len(layers) == LAYERS * (4 + 3 * EXPERTS)
+    assert facts["layers_quantized"] == len(layers) == LAYERS * (4 + 3 * EXPERTS)
     assert sum(path.startswith(f"{LOST}.") for path in layers) == 3
     assert not isinstance(model.network.model.layers[0].mlp.gate, QuantizedLinear)
     assert far(logits(model), before) < 0.1

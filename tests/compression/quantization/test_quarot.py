@@ -73,7 +73,7 @@ def test_eight_bits_barely_change_the_function(name: str, rounding: str) -> None
     assert signal_to_noise(before, logits(model.network, name)) > 30
     layers = quantized_layers(model.network)
     assert (
-        facts["layers_quantised"]
+        facts["layers_quantized"]
         == len(layers)
         == sum(len(g.layers) for b in model.anatomy.blocks for g in layer_groups(b))
     )

@@ -235,7 +235,7 @@ def test_a_complete_run(rounding: str) -> None:
         data = batches(model.network)
         facts = SpinQuant(steps=2, rounding=rounding).apply(model, MethodContext(seed=1, batches=data))
         results.append(model.network.state_dict())
-    assert facts["layers_quantised"] == 14 and facts["layers_rotating_their_inputs"] == 2
+    assert facts["layers_quantized"] == 14 and facts["layers_rotating_their_inputs"] == 2
     schemes = {layer.scheme.to_json()["inputs"] for layer in quantized_layers(model.network).values()}
     assert schemes == {"int4"}
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])

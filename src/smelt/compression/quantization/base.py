@@ -266,7 +266,7 @@ class _Run:
         sizes = [layer.in_features * layer.out_features for layer in quantized_layers(self.network).values()]
         experts = {"few_tokens": few_tokens(self.layers, self.network)} if self._counted else {}
         return {
-            "layers_quantised": len(self.layers),
+            "layers_quantized": len(self.layers),
             "bits_per_weight": sum(b * n for b, n in zip(bits, sizes, strict=True)) / sum(sizes),
             "bytes_before": self.before,
             "bytes_after": count_bytes(self.network),

@@ -48,7 +48,7 @@ class KvCache(Method):
         before = model.kv or KVCacheFormat()
         model.kv = None if str(self.kv) == UNPACKED else self.kv
         return {
-            f"cache_bits_a_token_{when}": sum(
+            f"kv_cache_bits_per_token_{when}": sum(
                 part.units * kv.bits(part.head_dim, model.network.dtype)
                 for part in model.anatomy.parts
                 if part.kind == "heads"

@@ -33,7 +33,7 @@ from smelt.models.load import skeleton
 from smelt.report.numbers import size as written
 
 EFFICIENCY = 0.5  # speed of complete blocks relative to a large matrix product
-BYTES_A_TOKEN = 24  # of calibration data: token id, mask and label
+BYTES_PER_TOKEN = 24  # of calibration data: token id, mask and label
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> CompressionPl
     rate = EFFICIENCY * matrix_speed()
     steps = tuple(_step_plan(step, anatomy, size, limit, rate) for step in recipe.steps)
     weights = count_bytes(network)
-    batches = BYTES_A_TOKEN * size.tokens if needs_data(recipe) else 0
+    batches = BYTES_PER_TOKEN * size.tokens if needs_data(recipe) else 0
     before = block_parameters(anatomy)
     active = count_parameters(network) - before + active_parameters(anatomy)
     evaluation = 3 * 2 * active * (recipe.evaluate.limit or 300_000) / rate

@@ -78,7 +78,7 @@ def after_record(
         if model.task == "language":
             prompt, tokens = length // 2, min(DECODED_TOKENS, length // 4)
             compared_decode = compare_decode(model, base, prompt=prompt, tokens=tokens, warmup=1, seed=recipe.seed)
-            timings.append(_timing(compared_decode, "decode a token"))
+            timings.append(_timing(compared_decode, "decode step"))
     return After(size_of(model, recipe), quality, comparison, timings, [model.generate(prompt) for prompt in prompts])
 
 
@@ -127,7 +127,7 @@ def run_record(
 ) -> dict[str, Any]:
     """Return the record of the run, as the report reads it."""
     record: dict[str, Any] = {
-        "title": f"{source}, smaller",
+        "title": f"{source}, compressed",
         "model": source,
         "result": folder,
         "created": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),

@@ -19,10 +19,10 @@ from smelt.models.gguf.blocks import FORMATS, BlockFormat, Bytes, Floats, dequan
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_MOST_TENSORS = 2**16
-_MOST_PAIRS = 2**12
-_MOST_STRINGS = 2**20  # per array; the largest vocabularies and merge lists have half as many
-_MOST_DIMENSIONS = 4
+_MAX_TENSORS = 2**16
+_MAX_METADATA_PAIRS = 2**12
+_MAX_ARRAY_STRINGS = 2**20  # per array; the largest vocabularies and merge lists have half as many
+_MAX_DIMENSIONS = 4
 _LARGEST_ALIGNMENT = 2**16
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -114,8 +114,8 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorEntry
     version = cursor.number("<I")
     if version not in _VERSIONS:
         raise _Damage(f"its version is {version}; versions 2 and 3 are supported")
-    tensor_count = cursor.count(_MOST_TENSORS, "tensors")
-    metadata = _read_metadata(cursor, cursor.count(_MOST_PAIRS, "metadata pairs"))
+    tensor_count = cursor.count(_MAX_TENSORS, "tensors")
+    metadata = _read_metadata(cursor, cursor.count(_MAX_METADATA_PAIRS, "metadata pairs"))
     entries = _read_entries(cursor, tensor_count, _alignment(metadata))
     return metadata, entries
 
@@ -144,7 +144,7 @@ def _read_array(cursor: _Cursor) -> Any:
     """Read a list of strings or a NumPy view of numbers. Nested arrays are not supported."""
     element_type = cursor.number("<I")
     if element_type == _STRING:
-        return [cursor.text() for _ in range(cursor.count(_MOST_STRINGS, "strings in an array"))]
+        return [cursor.text() for _ in range(cursor.count(_MAX_ARRAY_STRINGS, "strings in an array"))]
     if element_type not in _SCALARS:
         raise _Damage(f"an array in its metadata has elements of the unsupported type {element_type}")
     layout = np.dtype(_SCALARS[element_type])
@@ -178,8 +178,8 @@ def _read_entries(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tens
 def _read_line(cursor: _Cursor) -> tuple[str, tuple[int, ...], BlockFormat, int]:
     name = cursor.text()
     rank = cursor.number("<I")
-    if not 1 <= rank <= _MOST_DIMENSIONS:
-        raise _Damage(f"the tensor {name!r:.80} has {rank} dimensions; 1 to {_MOST_DIMENSIONS} are expected")
+    if not 1 <= rank <= _MAX_DIMENSIONS:
+        raise _Damage(f"the tensor {name!r:.80} has {rank} dimensions; 1 to {_MAX_DIMENSIONS} are expected")
     shape = tuple(int(cursor.number("<Q")) for _ in range(rank))[::-1]
     tensor_type, offset = cursor.number("<I"), int(cursor.number("<Q"))
     if tensor_type not in FORMATS:
