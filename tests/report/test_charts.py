@@ -40,7 +40,8 @@ def test_a_zero_width_interval_is_drawn(value: float) -> None:
 def test_bars_share_their_scale() -> None:
     svg = bar(Bar(50.0, 20.0, "after", "title"), longest=100.0)
     assert attribute_values(svg, "after", "width") == [50.0]
-    assert attribute_values(svg, "whisker", "x1") == [40.0, 40.0, 60.0] and attribute_values(svg, "whisker", "x2") == [60.0, 40.0, 60.0]
+    assert attribute_values(svg, "whisker", "x1") == [40.0, 40.0, 60.0]
+    assert attribute_values(svg, "whisker", "x2") == [60.0, 40.0, 60.0]
     assert "whisker" not in bar(Bar(50.0, 0.0, "after", "title"), longest=100.0)
 
 

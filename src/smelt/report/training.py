@@ -169,17 +169,17 @@ def _losses(runs: Sequence[Run]) -> list[Markup | None]:
     def held_out(line: Run) -> float | None:
         return (line.get("evaluation") or {}).get("loss")
 
-    sends = any(line["total_bytes"] for run in runs for line in run["log"])
+    has_traffic = any(line["total_bytes"] for run in runs for line in run["log"])
     return [
         _graph("Loss against time", _series(runs, "seconds", lambda line: line["loss"]), "seconds", ""),
         _graph(
             "Loss against bytes", _series(runs, "total_bytes", lambda line: line["loss"]), "bytes received per rank", ""
         )
-        if sends
+        if has_traffic
         else None,
         _graph("Held-out loss against time", _series(runs, "seconds", held_out), "seconds", ""),
         _graph("Held-out loss against bytes", _series(runs, "total_bytes", held_out), "bytes received per rank", "")
-        if sends
+        if has_traffic
         else None,
     ]
 
