@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from smelt.data import files
-from smelt.data.files import columns_of, read_rows, read_text
+from smelt.data.files import column_names, read_rows, read_text
 from smelt.errors import DataError
 
 ROWS: list[dict[str, Any]] = [
@@ -76,7 +76,7 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_columns_of_uneven_rows() -> None:
-    assert columns_of([{"a": 1}, {"b": 2, "a": 3}]) == ["a", "b"]
+    assert column_names([{"a": 1}, {"b": 2, "a": 3}]) == ["a", "b"]
 
 
 BROKEN = {
@@ -84,8 +84,8 @@ BROKEN = {
     "list.json": (b'[{"text": "a"},\n {]', r"list\.json line 2 is not valid JSON"),
     "deep.jsonl": (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", r"line 1 holds JSON that cannot be read"),
     "number.jsonl": (b'{"a": 1}\n5\n', r"row 2 is a int: expected an object"),
-    "short.csv": (b"text,label\na,1\nb\n", r"line 3 has another number of fields"),
-    "long.csv": (b"text,label\na,1,2\n", r"line 2 has another number of fields"),
+    "short.csv": (b"text,label\na,1\nb\n", r"line 3 has a different number of fields"),
+    "long.csv": (b"text,label\na,1,2\n", r"line 2 has a different number of fields"),
     "latin.txt": ("Größe".encode("latin-1"), r"not UTF-8 text \(byte 2\)"),
     "latin.csv": ("text\nGröße".encode("latin-1"), r"not UTF-8"),
     "empty.txt": (b" \n", r"empty\.txt is empty"),

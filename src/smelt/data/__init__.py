@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 
 from smelt.data.batches import Batch, labeled_batches, text_batches
-from smelt.data.files import TEXT_SUFFIXES, columns_of, read_rows, suffix_of
+from smelt.data.files import TEXT_SUFFIXES, column_names, read_rows, suffix_of
 from smelt.data.hub import is_hub, read_hub
 from smelt.data.labeled import LabeledData, labeled_from_rows, load_labeled
 from smelt.data.multiple_choice import (
@@ -60,7 +60,7 @@ def load_data(
             raise DataError(f"{source} is plain text: it has no rows to read as {kind} data.")
         return load_text(source, column=text, split=split)
     rows = read_hub(str(source), split) if is_hub(str(source)) else read_rows(Path(source))
-    kind = kind or _kind_of(columns_of(rows), label)
+    kind = kind or _guess_kind(column_names(rows), label)
     if kind == "choices":
         return choices_from_rows(rows, str(source))
     if kind == "labeled":
@@ -68,7 +68,7 @@ def load_data(
     return text_from_rows(rows, str(source), text)
 
 
-def _kind_of(columns: list[str], label: str | None) -> str:
+def _guess_kind(columns: list[str], label: str | None) -> str:
     if label is None and has_choices(columns):
         return "choices"
     return "labeled" if label is not None or "label" in columns else "text"

@@ -16,8 +16,8 @@ from smelt.errors import DataError
 Batch = dict[str, Tensor]
 
 # Long text is tokenized in chunks, and only as many as needed.
-_PIECE_CHARACTERS = 32_768
-_PIECES_AT_ONCE = 8
+_CHUNK_CHARACTERS = 32_768
+_CHUNKS_PER_CALL = 8
 # Windows may overlap if the text is short, but only up to this average number of uses per token.
 _MAX_USES_PER_TOKEN = 2
 
@@ -31,7 +31,7 @@ def text_batches(
     """
     check_positive(samples=samples, length=length, batch_size=batch_size)
     generator = np.random.Generator(np.random.PCG64(seed))
-    tokens = _sampled_tokens(data.joined, tokenizer, 2 * samples * length, generator)
+    tokens = _sample_tokens(data.joined, tokenizer, 2 * samples * length, generator)
     starts = _window_starts(len(tokens), samples, length, generator, data.name)
     windows = torch.from_numpy(np.stack([tokens[start : start + length] for start in starts]))  # [samples, length]
     return [
@@ -56,19 +56,19 @@ def labeled_batches(
     With `replace` items are sampled with replacement; without `shuffle` the first items are taken in order.
     """
     check_positive(samples=samples, max_length=max_length, batch_size=batch_size)
-    selected = data.take(_chosen_items(data, samples, seed, replace, shuffle))
+    selected = data.take(_sample_indices(data, samples, seed, replace, shuffle))
     labels = torch.from_numpy(selected.labels)
-    padding = padding_token(tokenizer)
+    padding = padding_token_id(tokenizer)
     batches = []
     for start in range(0, len(selected), batch_size):
         part = slice(start, start + batch_size)
         texts = [selected.first[part]] if selected.second is None else [selected.first[part], selected.second[part]]
         encoded = tokenizer(*map(list, texts), truncation=True, max_length=max_length, verbose=False)
-        batches.append(padded(encoded, padding) | {"labels": labels[part]})
+        batches.append(pad_batch(encoded, padding) | {"labels": labels[part]})
     return batches
 
 
-def padded(encoded: dict[str, list[list[int]]], padding: int) -> Batch:
+def pad_batch(encoded: dict[str, list[list[int]]], padding: int) -> Batch:
     """Pad rows to tensors [rows, longest]: ids with the padding token, everything else with zeros."""
     longest = max(map(len, encoded["input_ids"]))
     return {
@@ -77,7 +77,7 @@ def padded(encoded: dict[str, list[list[int]]], padding: int) -> Batch:
     }
 
 
-def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
+def padding_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the padding token, else the end token (which the attention mask hides), else 0."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     return next((int(token) for token in candidates if token is not None), 0)
@@ -90,29 +90,29 @@ def check_positive(**values: int | None) -> None:
             raise DataError(f"{name.replace('_', ' ').capitalize()} must be at least 1, not {value}.")
 
 
-def _sampled_tokens(
-    text: str, tokenizer: PreTrainedTokenizerBase, enough: int, generator: np.random.Generator
+def _sample_tokens(
+    text: str, tokenizer: PreTrainedTokenizerBase, min_tokens: int, generator: np.random.Generator
 ) -> np.ndarray:
-    """Tokenize the text, or randomly indices chunks of a long text until there are `enough` tokens, in text order."""
-    texts = list(_pieces(text))
+    """Tokenize the text, or random chunks of a long text until there are `min_tokens` tokens, in text order."""
+    texts = list(_split_chunks(text))
     order = generator.permutation(len(texts))
     tokens: dict[int, np.ndarray] = {}
     count = 0
-    for start in range(0, len(order), _PIECES_AT_ONCE):
-        if count >= enough:
+    for start in range(0, len(order), _CHUNKS_PER_CALL):
+        if count >= min_tokens:
             break
-        indices = order[start : start + _PIECES_AT_ONCE]
+        indices = order[start : start + _CHUNKS_PER_CALL]
         encoded = tokenizer([texts[index] for index in indices], add_special_tokens=False, verbose=False)["input_ids"]
         tokens.update((int(index), np.array(row, dtype=np.int64)) for index, row in zip(indices, encoded, strict=True))
         count += sum(map(len, encoded))
     return np.concatenate([tokens[index] for index in sorted(tokens)])
 
 
-def _pieces(text: str) -> Iterator[str]:
+def _split_chunks(text: str) -> Iterator[str]:
     """Yield chunks of bounded size, split at line ends (or at spaces if a line is too long)."""
     start = 0
-    while len(text) - start > _PIECE_CHARACTERS:
-        end = start + _PIECE_CHARACTERS
+    while len(text) - start > _CHUNK_CHARACTERS:
+        end = start + _CHUNK_CHARACTERS
         cut = (text.rfind("\n", start, end) + 1) or text.rfind(" ", start, end)
         end = cut if cut > start else end
         yield text[start:end]
@@ -136,7 +136,7 @@ def _window_starts(tokens: int, samples: int, length: int, generator: np.random.
     return generator.permutation(starts)
 
 
-def _chosen_items(data: LabeledData, samples: int | None, seed: int, replace: bool, shuffle: bool) -> np.ndarray:
+def _sample_indices(data: LabeledData, samples: int | None, seed: int, replace: bool, shuffle: bool) -> np.ndarray:
     generator = np.random.Generator(np.random.PCG64(seed))
     count = len(data) if samples is None else samples
     if len(data) == 0:

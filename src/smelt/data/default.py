@@ -13,9 +13,9 @@ from pydoc_data.topics import topics
 
 SPLITS = ("calibration", "evaluation")
 
-_CALIBRATION_SHARE = 0.7
-_FEWEST_WORDS = 8
-_LEAST_LETTERS = 0.8
+_CALIBRATION_RATIO = 0.7
+_MIN_WORDS = 8
+_MIN_LETTER_RATIO = 0.8
 _BLANK_LINE = re.compile(r"\n\s*\n")
 _FOOTNOTE_MARK = re.compile(r"\s*\[\d+\]")
 # Grammar rules, interactive sessions, table borders and heading underlines.
@@ -24,12 +24,12 @@ _MARKUP = re.compile(r"::=|>>>|\||[-=*^~]{4}")
 
 def default_documents(split: str) -> dict[str, str]:
     """Return the documents of a split by topic, sorted by name."""
-    return {topic: text for topic, text in _documents().items() if _split_of(topic) == split}
+    return {topic: text for topic, text in _documents().items() if _assign_split(topic) == split}
 
 
-def _split_of(topic: str) -> str:
+def _assign_split(topic: str) -> str:
     position = int.from_bytes(hashlib.sha256(topic.encode()).digest()[:4], "big") / 2**32
-    return SPLITS[0] if position < _CALIBRATION_SHARE else SPLITS[1]
+    return SPLITS[0] if position < _CALIBRATION_RATIO else SPLITS[1]
 
 
 @cache
@@ -51,7 +51,7 @@ def _prose(text: str) -> list[str]:
 
 
 def _is_prose(paragraph: str) -> bool:
-    if len(paragraph.split()) < _FEWEST_WORDS or _MARKUP.search(paragraph):
+    if len(paragraph.split()) < _MIN_WORDS or _MARKUP.search(paragraph):
         return False
     letters = sum(character.isalpha() or character == " " for character in paragraph)
-    return letters >= _LEAST_LETTERS * len(paragraph)
+    return letters >= _MIN_LETTER_RATIO * len(paragraph)

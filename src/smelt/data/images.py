@@ -21,11 +21,9 @@ import numpy as np
 from smelt.data.files import MAX_FILE_BYTES
 from smelt.errors import DataError
 
-PARTS = ("train", "test")
-
-_IDX = {"train": "train", "test": "t10k"}
-_IDX_BYTES = 8  # the type code of unsigned bytes
-_CIFAR = {"train": "data_batch_*.bin", "test": "test_batch.bin"}
+_IDX_PREFIXES = {"train": "train", "test": "t10k"}
+_IDX_UINT8 = 8  # the type code of an IDX file
+_CIFAR_FILES = {"train": "data_batch_*.bin", "test": "test_batch.bin"}
 _CIFAR_SHAPE = (3, 32, 32)
 
 
@@ -45,22 +43,22 @@ class ImageData:
         return int(self.labels.max()) + 1
 
 
-def load_images(source: str | Path, part: str = "train") -> ImageData | None:
-    """Load the train or test split (`part`) of a data set; None if the source has no test split.
+def load_images(source: str | Path, split: str = "train") -> ImageData | None:
+    """Load the train or test split of a data set; None if the source has no test split.
 
     `source` is a file, a folder, or the name of a folder in SMELT_DATA.
     """
-    path = _where_is(source)
+    path = _resolve_path(source)
     try:
-        arrays = _archive(path, part) if path.suffix == ".npz" else _folder(path, part)
+        arrays = _read_archive(path, split) if path.suffix == ".npz" else _read_folder(path, split)
     except (OSError, EOFError, ValueError, KeyError, struct.error, zlib.error, zipfile.BadZipFile) as error:
         raise DataError(f"{source} cannot be read as images ({' '.join(str(error).split())[:200]}).") from error
     if arrays is None:
         return None
-    return _checked(f"{source}/{part}", *arrays)
+    return _validate(f"{source}/{split}", *arrays)
 
 
-def _where_is(source: str | Path) -> Path:
+def _resolve_path(source: str | Path) -> Path:
     path = Path(source).expanduser()
     if not path.exists():
         path = Path(os.environ.get("SMELT_DATA", ".")) / str(source)
@@ -73,31 +71,31 @@ def _where_is(source: str | Path) -> Path:
     return archives[0] if len(archives) == 1 else path
 
 
-def _archive(path: Path, part: str) -> tuple[np.ndarray, np.ndarray] | None:
+def _read_archive(path: Path, split: str) -> tuple[np.ndarray, np.ndarray] | None:
     with zipfile.ZipFile(path) as archive:
         if sum(entry.file_size for entry in archive.infolist()) > MAX_FILE_BYTES:
             raise DataError(f"{path} holds more than {MAX_FILE_BYTES / 2**30:.3g} GiB: give a smaller part of it.")
     with np.load(path, allow_pickle=False) as arrays:
         names = set(arrays.files)
-        if {f"x_{part}", f"y_{part}"} <= names:
-            return arrays[f"x_{part}"], arrays[f"y_{part}"]
+        if {f"x_{split}", f"y_{split}"} <= names:
+            return arrays[f"x_{split}"], arrays[f"y_{split}"]
         if {"images", "labels"} <= names:
-            return (arrays["images"], arrays["labels"]) if part == "train" else None
+            return (arrays["images"], arrays["labels"]) if split == "train" else None
         raise DataError(
-            f"{path} has the arrays {', '.join(sorted(names))}: expected x_{part} and y_{part}, or images and labels."
+            f"{path} has the arrays {', '.join(sorted(names))}: expected x_{split} and y_{split}, or images and labels."
         )
 
 
-def _folder(path: Path, part: str) -> tuple[np.ndarray, np.ndarray] | None:
-    batches = sorted(path.glob(_CIFAR[part])) if path.is_dir() else []
+def _read_folder(path: Path, split: str) -> tuple[np.ndarray, np.ndarray] | None:
+    batches = sorted(path.glob(_CIFAR_FILES[split])) if path.is_dir() else []
     if batches:
         rows = np.concatenate([_cifar_rows(batch) for batch in batches])
         return rows[:, 1:].reshape(-1, *_CIFAR_SHAPE), rows[:, 0]
-    stem = _IDX[part]
-    images, labels = (_idx(path, f"{stem}-{suffix}-ubyte") for suffix in ("images-idx3", "labels-idx1"))
+    stem = _IDX_PREFIXES[split]
+    images, labels = (_read_idx(path, f"{stem}-{suffix}-ubyte") for suffix in ("images-idx3", "labels-idx1"))
     if images is not None and labels is not None:
         return images, labels
-    if part == "test":
+    if split == "test":
         return None
     raise DataError(
         f"{path} contains no images: expected one .npz, {stem}-images-idx3-ubyte with its labels, or data_batch_1.bin."
@@ -113,7 +111,7 @@ def _cifar_rows(path: Path) -> np.ndarray:
     return content.reshape(-1, row)
 
 
-def _idx(folder: Path, name: str) -> np.ndarray | None:
+def _read_idx(folder: Path, name: str) -> np.ndarray | None:
     """Read an IDX file: two zero bytes, type, number of dimensions, big-endian 32-bit dimensions, values."""
     path = next((candidate for candidate in (folder / name, folder / f"{name}.gz") if candidate.is_file()), None)
     if path is None:
@@ -121,7 +119,7 @@ def _idx(folder: Path, name: str) -> np.ndarray | None:
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
         content = file.read(MAX_FILE_BYTES)
     zero, type_code, dimensions = struct.unpack(">HBB", content[:4])
-    if zero or type_code != _IDX_BYTES:
+    if zero or type_code != _IDX_UINT8:
         raise DataError(f"{path} is not an IDX file of bytes.")
     shape = struct.unpack(f">{dimensions}I", content[4 : 4 + 4 * dimensions])
     values = np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * dimensions)
@@ -130,7 +128,7 @@ def _idx(folder: Path, name: str) -> np.ndarray | None:
     return values.reshape(shape)
 
 
-def _checked(name: str, pixels: np.ndarray, labels: np.ndarray) -> ImageData:
+def _validate(name: str, pixels: np.ndarray, labels: np.ndarray) -> ImageData:
     if pixels.dtype != np.uint8 or pixels.ndim not in (3, 4):
         raise DataError(f"{name} holds {pixels.dtype} {list(pixels.shape)}: expected bytes, one image per row.")
     if not np.issubdtype(labels.dtype, np.integer) or labels.size != len(pixels) or not len(pixels):

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from smelt.data.files import Row, column_of, columns_of, read_rows, text_column
+from smelt.data.files import Row, column_names, column_values, read_rows, text_column
 from smelt.data.hub import is_hub, read_hub
 from smelt.errors import DataError
 
 # First and second text column of GLUE-style files; the first match is used.
-_KNOWN_COLUMNS = (("sentence1", "sentence2"), ("question", "sentence"), ("sentence", None), ("text", None))
+_GLUE_COLUMNS = (("sentence1", "sentence2"), ("question", "sentence"), ("sentence", None), ("text", None))
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,18 +56,18 @@ def labeled_from_rows(
 ) -> LabeledData:
     """Convert rows to labeled items."""
     if text is None and pair is None:
-        text, pair = _guessed_columns(columns_of(rows), source)
+        text, pair = _guess_columns(column_names(rows), source)
     elif text is None:
         raise DataError(f"{source} has a second text column '{pair}' but no first one: name both.")
-    values = column_of(rows, label, source)
+    values = column_values(rows, label, source)
     labels, classes = _as_labels(values, f"{source}, column '{label}'")
     first = text_column(rows, text, source)
     second = None if pair is None else text_column(rows, pair, source)
     return LabeledData(source, first, second, labels, labels.dtype == np.float32, classes)
 
 
-def _guessed_columns(columns: list[str], source: str) -> tuple[str, str | None]:
-    for first, second in _KNOWN_COLUMNS:
+def _guess_columns(columns: list[str], source: str) -> tuple[str, str | None]:
+    for first, second in _GLUE_COLUMNS:
         if first in columns and (second is None or second in columns):
             return first, second
     raise DataError(f"{source} has no column 'sentence' or 'text': name the text column, one of {', '.join(columns)}.")

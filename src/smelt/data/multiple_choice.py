@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from smelt.data.files import Row, columns_of, read_rows
+from smelt.data.files import Row, column_names, read_rows
 from smelt.data.hub import is_hub, read_hub
 from smelt.errors import DataError
 
@@ -32,7 +32,7 @@ class MultipleChoiceData:
 
 
 def load_choices(source: str | Path, *, split: str = "evaluation") -> MultipleChoiceData:
-    """Load multiple-choice items from a table in one of three forms, detected by its columns:
+    """Load multiple-choice items from a table with one of three sets of columns:
 
     `query`, `choices`, `gold`; `question`, `choices`, `answer` (MMLU); or `context_options`, `continuation`, `gold`
     (WinoGrande: the same continuation is scored after each context).
@@ -43,41 +43,41 @@ def load_choices(source: str | Path, *, split: str = "evaluation") -> MultipleCh
 
 def has_choices(columns: list[str]) -> bool:
     """Return whether rows with these columns are multiple choice."""
-    return any(set(form) <= set(columns) for form in _FORMS)
+    return any(set(layout) <= set(columns) for layout in _LAYOUTS)
 
 
 def choices_from_rows(rows: list[Row], source: str) -> MultipleChoiceData:
     """Convert rows to multiple-choice items."""
-    columns = columns_of(rows)
-    form = next((form for form in _FORMS if set(form) <= set(columns)), None)
-    if form is None:
-        expected = "; ".join(", ".join(names) for names in _FORMS)
+    columns = column_names(rows)
+    layout = next((layout for layout in _LAYOUTS if set(layout) <= set(columns)), None)
+    if layout is None:
+        expected = "; ".join(", ".join(names) for names in _LAYOUTS)
         raise DataError(
             f"{source} is not multiple choice: expected the columns {expected}; it has {', '.join(columns)}."
         )
     return MultipleChoiceData(
-        source, tuple(_item(row, form, f"{source} row {n}") for n, row in enumerate(rows, start=1))
+        source, tuple(_item(row, layout, f"{source} row {n}") for n, row in enumerate(rows, start=1))
     )
 
 
-_FORMS = (
+_LAYOUTS = (
     ("query", "choices", "gold"),
     ("question", "choices", "answer"),
     ("context_options", "continuation", "gold"),
 )
 
 
-def _item(row: Row, form: tuple[str, str, str], where: str) -> MultipleChoiceItem:
-    context, scored, gold = (row.get(name) for name in form)
+def _item(row: Row, layout: tuple[str, str, str], where: str) -> MultipleChoiceItem:
+    context, scored, gold = (row.get(name) for name in layout)
     options = max(len(value) if isinstance(value, list) else 0 for value in (context, scored))
     if options < 2:
         raise DataError(f"{where} has fewer than two options.")
     if isinstance(gold, bool) or not isinstance(gold, int) or not 0 <= gold < options:
         raise DataError(
-            f"{where} has {gold!r} in column '{form[2]}': expected the index of an option, 0 to {options - 1}."
+            f"{where} has {gold!r} in column '{layout[2]}': expected the index of an option, 0 to {options - 1}."
         )
     return MultipleChoiceItem(
-        _as_texts(context, options, form[0], where), _as_texts(scored, options, form[1], where), gold
+        _as_texts(context, options, layout[0], where), _as_texts(scored, options, layout[1], where), gold
     )
 
 

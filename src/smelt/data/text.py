@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.data.default import SPLITS, default_documents
-from smelt.data.files import TEXT_SUFFIXES, Row, columns_of, read_rows, read_text, suffix_of, text_column
+from smelt.data.files import TEXT_SUFFIXES, Row, column_names, read_rows, read_text, suffix_of, text_column
 from smelt.data.hub import is_hub, read_hub
 from smelt.errors import DataError
 
@@ -43,23 +43,23 @@ def load_text(source: str | Path, *, column: str | None = None, split: str = "ev
 
 def text_from_rows(rows: list[Row], source: str, column: str | None) -> TextData:
     """Read one document per row from `column`, the column `text`, or the only column with text."""
-    documents = text_column(rows, column or _guessed_column(rows, source), source)
+    documents = text_column(rows, column or _guess_column(rows, source), source)
     if not any(document.strip() for document in documents):
         raise DataError(f"{source} is empty: every text in it is blank.")
     return TextData(source, documents)
 
 
-def _guessed_column(rows: list[Row], source: str) -> str:
-    columns = columns_of(rows)
+def _guess_column(rows: list[Row], source: str) -> str:
+    columns = column_names(rows)
     if "text" in columns:
         return "text"
-    text_columns = [name for name in columns if any(_is_worded(row.get(name)) for row in rows[:100])]
+    text_columns = [name for name in columns if any(_is_text(row.get(name)) for row in rows[:100])]
     if len(text_columns) != 1:
         raise DataError(f"{source} has no column 'text': name the column to read, one of {', '.join(columns)}.")
     return text_columns[0]
 
 
-def _is_worded(value: Any) -> bool:
+def _is_text(value: Any) -> bool:
     """Return whether a value is text and not a number in text form, as in CSV."""
     if not isinstance(value, str):
         return False

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from smelt.data.batches import check_positive, padded, padding_token
+from smelt.data.batches import check_positive, pad_batch, padding_token_id
 from smelt.data.multiple_choice import MultipleChoiceData
 from smelt.errors import DataError
 from smelt.measure.eval_result import EvalResult
@@ -101,7 +101,7 @@ def _batch_likelihoods(model: Model, options: list[Option]) -> list[float]:
     assert model.tokenizer is not None
     rows = [option.tokens for option in options]
     encoded = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
-    batch = padded(encoded, padding_token(model.tokenizer))  # [options, longest]
+    batch = pad_batch(encoded, padding_token_id(model.tokenizer))  # [options, longest]
     starts = torch.tensor([[option.scored_from] for option in options])
     scored = (torch.arange(batch["input_ids"].shape[1]) >= starts) & (batch["attention_mask"] == 1)
     device = model.device

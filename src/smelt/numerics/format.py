@@ -121,14 +121,14 @@ class Format(ABC):
 
     def load_qparams(self, stored: dict[str, Tensor]) -> QuantParams:
         """Invert `store_qparams`."""
-        return QuantParams(**{name: self._read(name, tensor) for name, tensor in stored.items()})
+        return QuantParams(**{name: self._load(name, tensor) for name, tensor in stored.items()})
 
     def _store(self, name: str, tensor: Tensor) -> Tensor:
         if name == "tensor":
             return tensor
         return tensor.to(torch.uint8) if name == "zero" else store_scale(tensor, self.scale_dtype)
 
-    def _read(self, name: str, stored: Tensor) -> Tensor:
+    def _load(self, name: str, stored: Tensor) -> Tensor:
         return stored.float() if name in ("tensor", "zero") else load_scale(stored, self.scale_dtype)
 
     @property
@@ -195,10 +195,10 @@ def drop_infinities(x: Tensor) -> Tensor:
 
 def group_amax(x: Tensor, number_format: Format) -> Tensor:
     """Return the largest magnitude of each group, or of all of them for per-tensor scales."""
-    sizes = drop_infinities(x).abs().amax(-1, keepdim=True)
-    return global_amax(sizes) if number_format.group_size == PER_TENSOR else sizes
+    magnitudes = drop_infinities(x).abs().amax(-1, keepdim=True)
+    return global_amax(magnitudes) if number_format.group_size == PER_TENSOR else magnitudes
 
 
-def global_amax(sizes: Tensor) -> Tensor:
-    """Return the largest of non-negative sizes as one group; zero if there are none."""
-    return F.pad(sizes.flatten(), (0, 1)).amax().reshape([1] * sizes.dim())
+def global_amax(magnitudes: Tensor) -> Tensor:
+    """Return the largest of non-negative magnitudes as one group; zero if there are none."""
+    return F.pad(magnitudes.flatten(), (0, 1)).amax().reshape([1] * magnitudes.dim())

@@ -48,8 +48,8 @@ class Integer(Format):
     ) -> QuantParams:
         if self.symmetric:
             span = self.qmax / 2 if self.full_range else self.qmax // 2
-            largest = group_amax(x, self)
-            scale = torch.where(largest == 0, 1.0, exact_divide(largest * clip_ratio, span))
+            amax = group_amax(x, self)
+            scale = torch.where(amax == 0, 1.0, exact_divide(amax * clip_ratio, span))
             return QuantParams(round_scale(scale, self.scale_dtype))
         low, high = group_min_max(x, self)
         return self.qparams_from_range(low * clip_ratio, high * clip_ratio)
@@ -134,29 +134,31 @@ class DenormalInteger(Integer):
         if not self.symmetric:
             low, high = group_min_max(x, self)
             return self.qparams_from_range(low * clip_ratio, high * clip_ratio)
-        largest = group_amax(x, self)
+        amax = group_amax(x, self)
         return QuantParams(
             round_scale(
-                torch.where(largest == 0, 1.0, exact_divide(largest * clip_ratio, self.num_steps // 2)),
+                torch.where(amax == 0, 1.0, exact_divide(amax * clip_ratio, self.num_steps // 2)),
                 self.scale_dtype,
             )
         )
 
     def quantize_groups(self, x: Tensor, qparams: QuantParams) -> Tensor:
-        return self._nearest(x / qparams.scale, qparams)
+        return self._round_to_code(x / qparams.scale, qparams)
 
     def quantize_groups_stochastic(
         self, x: Tensor, qparams: QuantParams, generator: torch.Generator | None = None
     ) -> Tensor:
         steps = x / qparams.scale
         grain = torch.where(steps.abs() < 1, 0.5, 1.0)
-        return self._nearest(stochastic_round(steps, grain, generator), qparams)
+        return self._round_to_code(stochastic_round(steps, grain, generator), qparams)
 
-    def _nearest(self, steps: Tensor, grid: QuantParams) -> Tensor:
+    def _round_to_code(self, steps: Tensor, qparams: QuantParams) -> Tensor:
         """Round to the nearest code. On a side of zero without a full step, the half step is the end of the grid."""
-        zero = self.zero_point(grid)
-        codes = (steps.round() + zero).nan_to_num(nan=0.0).clamp(0, self._last)
-        codes = torch.where((steps >= 0.25) & ((steps < 0.75) | (zero >= self._last)), self.qmax - 1, codes)
+        zero = self.zero_point(qparams)
+        codes = (steps.round() + zero).nan_to_num(nan=0.0).clamp(0, self._max_full_step_code)
+        codes = torch.where(
+            (steps >= 0.25) & ((steps < 0.75) | (zero >= self._max_full_step_code)), self.qmax - 1, codes
+        )
         codes = torch.where((steps <= -0.25) & ((steps > -0.75) | (zero <= 0)), self.qmax, codes)
         return codes.to(torch.uint8)
 
@@ -172,7 +174,7 @@ class DenormalInteger(Integer):
         return float(self.num_steps // 2) if qparams.zero is None else qparams.zero
 
     @property
-    def _last(self) -> int:
+    def _max_full_step_code(self) -> int:
         """The largest code that is not a half step: a symmetric grid has as many steps below zero as above."""
         return 2 * (self.num_steps // 2) if self.symmetric else self.num_steps
 

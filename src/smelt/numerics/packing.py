@@ -19,7 +19,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:  # uint8 [..., columns] -> uint8 [
     period = 8 // math.gcd(bits, 8)  # number of codes that fill an integral number of bytes
     columns = codes.shape[-1]
     padded = torch.nn.functional.pad(codes, (0, -columns % period)).unflatten(-1, (-1, period))
-    size, word_dtype = bits * period // 8, _word(bits * period)
+    size, word_dtype = bits * period // 8, _word_dtype(bits * period)
     word = torch.zeros(padded.shape[:-1], dtype=word_dtype, device=codes.device)
     for position in range(period):
         word |= padded[..., position].to(word_dtype) << (bits * position)
@@ -33,7 +33,7 @@ def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:  # uint8 [..., by
     if bits == 8:
         return packed[..., :columns]
     period = 8 // math.gcd(bits, 8)
-    size, word_dtype = bits * period // 8, _word(bits * period)
+    size, word_dtype = bits * period // 8, _word_dtype(bits * period)
     octets = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % size)).unflatten(-1, (-1, size))
     word = torch.zeros(octets.shape[:-1], dtype=word_dtype, device=packed.device)
     for octet in range(size):
@@ -43,6 +43,6 @@ def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:  # uint8 [..., by
     return codes.flatten(-2)[..., :columns].to(torch.uint8)
 
 
-def _word(bits: int) -> torch.dtype:
+def _word_dtype(bits: int) -> torch.dtype:
     """Return the smallest dtype that holds the codes of a period: it determines the peak memory of packing."""
     return torch.uint8 if bits == 8 else torch.int32 if bits < 32 else torch.int64

@@ -57,8 +57,8 @@ class Scaled(Format):
     ) -> Tensor:
         return self.elements.encode_stochastic(self._scaled(x, qparams), generator)
 
-    def _scaled(self, x: Tensor, grid: QuantParams) -> Tensor:
-        return (x / self.scale_of(x, grid)).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
+    def _scaled(self, x: Tensor, qparams: QuantParams) -> Tensor:
+        return (x / self.scale_of(x, qparams)).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
 
     def dequantize_groups(self, codes: Tensor, qparams: QuantParams) -> Tensor:
         values = self.elements.decode(codes)

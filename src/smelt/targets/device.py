@@ -39,23 +39,23 @@ class Target(Protocol):
 class Device:
     """The CPU (`cpu`) or the first GPU (`cuda`) of this machine, measured on stand-alone blocks."""
 
-    def __init__(self, kind: str = "cpu", *, warmup: int = 1, repeats: int = 3, seed: int = 0) -> None:
-        if kind not in ("cpu", "cuda"):
-            raise ResourceError(f"Unknown device {kind!r}: use cpu or cuda.")
-        if kind == "cuda" and not torch.cuda.is_available():
+    def __init__(self, device_type: str = "cpu", *, warmup: int = 1, repeats: int = 3, seed: int = 0) -> None:
+        if device_type not in ("cpu", "cuda"):
+            raise ResourceError(f"Unknown device {device_type!r}: use cpu or cuda.")
+        if device_type == "cuda" and not torch.cuda.is_available():
             raise ResourceError("This machine has no CUDA device: measure on cpu instead.")
-        self.kind = kind
+        self.device_type = device_type
         self._warmup = warmup
         self._repeats = repeats
-        self._pool = _RandomPool(kind, seed)
+        self._pool = _RandomPool(device_type, seed)
 
     def __repr__(self) -> str:
-        return f"Device({self.kind!r})"
+        return f"Device({self.device_type!r})"
 
     @property
     def name(self) -> str:
         """The hardware and what else determines its speed: threads and torch version."""
-        if self.kind == "cuda":
+        if self.device_type == "cuda":
             return f"{gpu_model()}, torch {torch.__version__}"
         return f"{cpu_model()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
@@ -66,12 +66,12 @@ class Device:
         self._pool.start(operator)
         block = _block(operator, self._pool)
         with torch.inference_mode():
-            seconds = time_call(block, warmup=self._warmup, repeats=self._repeats, device=self.kind)
+            seconds = time_call(block, warmup=self._warmup, repeats=self._repeats, device=self.device_type)
         return float(np.median(seconds))
 
     def fits(self, size: int) -> bool:
         """Return whether this many bytes fit into the memory that is free now."""
-        if self.kind == "cuda":
+        if self.device_type == "cuda":
             idle_in_torch = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
             return size <= torch.cuda.mem_get_info()[0] + idle_in_torch
         return size <= available_memory()
@@ -100,7 +100,7 @@ class _RandomPool:
             self._numbers = numbers.to(dtype)
         self._used = 0
 
-    def take(self, *shape: int) -> Tensor:
+    def allocate(self, *shape: int) -> Tensor:
         start, end = self._used, self._used + prod(shape)
         self._used = -(-end // _ALIGNMENT) * _ALIGNMENT
         return self._numbers[start:end].view(shape)
@@ -113,10 +113,10 @@ def _block(operator: Operator, pool: _RandomPool) -> Callable[[], Tensor]:
 def _attention(operator: AttentionOp, pool: _RandomPool) -> Callable[[], Tensor]:
     """Return a block of Q/K/V projections, attention, output projection, residual, LayerNorm."""
     hidden, q_dim, kv_dim = operator.hidden, operator.heads * operator.head_dim, operator.kv_heads * operator.head_dim
-    states = pool.take(operator.batch, operator.tokens, hidden)  # [batch, tokens, hidden]
-    query, key, value = pool.take(q_dim, hidden), pool.take(kv_dim, hidden), pool.take(kv_dim, hidden)
-    output = pool.take(hidden, q_dim)
-    scale, shift = pool.take(hidden), pool.take(hidden)
+    states = pool.allocate(operator.batch, operator.tokens, hidden)  # [batch, tokens, hidden]
+    query, key, value = pool.allocate(q_dim, hidden), pool.allocate(kv_dim, hidden), pool.allocate(kv_dim, hidden)
+    output = pool.allocate(hidden, q_dim)
+    scale, shift = pool.allocate(hidden), pool.allocate(hidden)
 
     def split(flat: Tensor, heads: int) -> Tensor:
         return flat.view(operator.batch, operator.tokens, heads, operator.head_dim).transpose(1, 2)
@@ -138,10 +138,10 @@ def _attention(operator: AttentionOp, pool: _RandomPool) -> Callable[[], Tensor]
 def _feed_forward(operator: FeedForwardOp, pool: _RandomPool) -> Callable[[], Tensor]:
     """Return a block of linear, GELU (or SiLU with a gate), linear, residual, LayerNorm."""
     hidden, ffn_channels = operator.hidden, operator.ffn_channels
-    states = pool.take(operator.batch, operator.tokens, hidden)  # [batch, tokens, hidden]
-    up, down = pool.take(ffn_channels, hidden), pool.take(hidden, ffn_channels)
-    gate = pool.take(ffn_channels, hidden) if operator.gated else None
-    scale, shift = pool.take(hidden), pool.take(hidden)
+    states = pool.allocate(operator.batch, operator.tokens, hidden)  # [batch, tokens, hidden]
+    up, down = pool.allocate(ffn_channels, hidden), pool.allocate(hidden, ffn_channels)
+    gate = pool.allocate(ffn_channels, hidden) if operator.gated else None
+    scale, shift = pool.allocate(hidden), pool.allocate(hidden)
 
     def block() -> Tensor:
         inner = functional.linear(states, up)  # [batch, tokens, ffn_channels]

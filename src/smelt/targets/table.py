@@ -24,10 +24,11 @@ from smelt.targets.device import Target
 from smelt.targets.operators import AttentionOp, FeedForwardOp, Operator
 
 _FORMAT = 1
-_LARGEST_WIDTH = 1_000_000  # limits allocation for a table read from a file
-_KINDS: dict[str, type[AttentionOp] | type[FeedForwardOp]] = {"attention": AttentionOp, "feed-forward": FeedForwardOp}
-
-
+_MAX_WIDTH = 1_000_000  # limits allocation for a table read from a file
+_OPERATOR_TYPES: dict[str, type[AttentionOp] | type[FeedForwardOp]] = {
+    "attention": AttentionOp,
+    "feed-forward": FeedForwardOp,
+}
 _RENAMED_FIELDS = {"filters": "ffn_channels"}  # of tables written before version 0.2
 
 
@@ -57,7 +58,7 @@ class LatencyTable:
         content = {
             "format": _FORMAT,
             "target": self.target,
-            "operator": {"kind": _kind(self.operator), **asdict(self.operator)},
+            "operator": {"kind": _operator_type(self.operator), **asdict(self.operator)},
             "widths": list(self.widths),
             "seconds": list(self.measured),
         }
@@ -67,7 +68,7 @@ class LatencyTable:
     def from_json(cls, text: str) -> LatencyTable:
         """Parse a table; raise DataError if it is not one."""
         try:
-            return _table(json.loads(text))
+            return _parse_table(json.loads(text))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise DataError(f"This is not a latency table that Smelt wrote ({error}): measure it again.") from error
 
@@ -94,7 +95,7 @@ class LatencyTable:
 def table_key(target: str, operator: Operator) -> str:
     """Return a line with target, operator, batch size, length and dtype: saved tables are valid only for that line."""
     sizes = ", ".join(f"{name}={value}" for name, value in asdict(operator).items())
-    return f"{target} | {_kind(operator)}({sizes})"
+    return f"{target} | {_operator_type(operator)}({sizes})"
 
 
 def sample_widths(units: int, step: int = 1) -> list[int]:
@@ -138,17 +139,17 @@ def _medians(target: Target, operator: Operator, readings: dict[int, list[float]
     return LatencyTable(target.name, operator, tuple(medians), tuple(medians.values()))
 
 
-def _kind(operator: Operator) -> str:
-    return next(name for name, operator_class in _KINDS.items() if isinstance(operator, operator_class))
+def _operator_type(operator: Operator) -> str:
+    return next(name for name, operator_class in _OPERATOR_TYPES.items() if isinstance(operator, operator_class))
 
 
-def _table(content: Any) -> LatencyTable:
+def _parse_table(content: Any) -> LatencyTable:
     if not isinstance(content, dict) or set(content) != {"format", "target", "operator", "widths", "seconds"}:
         raise ValueError("unexpected keys")
     if content["format"] != _FORMAT or not isinstance(content["target"], str):
         raise ValueError("unknown format or target")
     widths, measured = content["widths"], content["seconds"]
-    if not (_is_list_of(int, widths) and widths[0] >= 1 and widths[-1] <= _LARGEST_WIDTH):
+    if not (_is_list_of(int, widths) and widths[0] >= 1 and widths[-1] <= _MAX_WIDTH):
         raise ValueError("widths are not integers in range")
     if any(later <= earlier for earlier, later in pairwise(widths)):
         raise ValueError("widths do not increase")
@@ -156,15 +157,15 @@ def _table(content: Any) -> LatencyTable:
         raise ValueError("the numbers of latencies and widths differ")
     if not all(math.isfinite(value) and value > 0 for value in measured):
         raise ValueError("a latency is not a positive number")
-    return LatencyTable(content["target"], _operator(content["operator"]), tuple(widths), tuple(measured))
+    return LatencyTable(content["target"], _parse_operator(content["operator"]), tuple(widths), tuple(measured))
 
 
-def _is_list_of(kind: type, values: Any) -> bool:
-    return isinstance(values, list) and bool(values) and all(type(value) is kind for value in values)
+def _is_list_of(element_type: type, values: Any) -> bool:
+    return isinstance(values, list) and bool(values) and all(type(value) is element_type for value in values)
 
 
-def _operator(content: Any) -> Operator:
-    operator_class = _KINDS[content["kind"]]
+def _parse_operator(content: Any) -> Operator:
+    operator_class = _OPERATOR_TYPES[content["kind"]]
     sizes = {_RENAMED_FIELDS.get(name, name): value for name, value in content.items() if name != "kind"}
     expected = {field.name: field.type for field in fields(operator_class)}
     if {name: type(value).__name__ for name, value in sizes.items()} != expected:
@@ -188,10 +189,13 @@ class PiecewiseFit:
 def fit_piecewise(table: LatencyTable) -> PiecewiseFit:
     """Return the fit with the least squared error over all thresholds."""
     latencies = table.seconds[1:]
-    return min((_fit_at(latencies, threshold) for threshold in range(1, len(latencies) + 1)), key=lambda fit: fit.error)
+    return min(
+        (_fit_with_threshold(latencies, threshold) for threshold in range(1, len(latencies) + 1)),
+        key=lambda fit: fit.error,
+    )
 
 
-def _fit_at(latencies: np.ndarray, threshold: int) -> PiecewiseFit:
+def _fit_with_threshold(latencies: np.ndarray, threshold: int) -> PiecewiseFit:
     flat, rising = latencies[:threshold], latencies[threshold:]
     constant = float(flat.mean())
     further = np.arange(1.0, len(rising) + 1)

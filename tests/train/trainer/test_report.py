@@ -11,7 +11,7 @@ import pytest
 
 from smelt.cli.app import call, program
 from smelt.errors import SmeltError
-from smelt.report.plots import Scale, averaged, scale_of
+from smelt.report.plots import Scale, downsample, make_scale
 from smelt.report.training import render_training, summary
 from smelt.train.trainer.run_folder import RunFolder
 from tests.train.trainer.runs import language, run_training
@@ -74,7 +74,7 @@ def test_several_runs_are_distinguished_and_a_wide_axis_is_logarithmic() -> None
     assert "Plain DDP overlaps communication with backward" in page
     assert ">10 kB<" in page and ">1 MB<" in page
     assert Scale("", 1, 100, True).position(10) == pytest.approx(0.5)
-    assert scale_of("", [0.0, 0.0]).last > 0
+    assert make_scale("", [0.0, 0.0]).last > 0
 
 
 def test_an_unfinished_run_says_so_and_a_run_without_padding_has_no_graph() -> None:
@@ -87,7 +87,7 @@ def test_an_unfinished_run_says_so_and_a_run_without_padding_has_no_graph() -> N
 
 
 def test_many_points_are_averaged() -> None:
-    points, every = averaged([(float(position), float(position % 2)) for position in range(4000)])
+    points, every = downsample([(float(position), float(position % 2)) for position in range(4000)])
     assert (len(points), every) == (400, 10)
     assert all(value == 0.5 for _, value in points)
 
