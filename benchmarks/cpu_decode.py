@@ -55,8 +55,8 @@ def main() -> None:
     prefills = _prefills(models, options.rounds)
     parts = {name: _parts(model) for name, model in models.items()}
     for name in ("int8", "int4"):
-        taken = {layer.path for layer in quantized_layers(models[name].network).values()}
-        assert taken == {"cpu-float"}, taken
+        backends = {layer.backend for layer in quantized_layers(models[name].network).values()}
+        assert backends == {"cpu-float"}, backends
     products = [result for shape in SHAPES for result in _products(*shape)]
     overhead = _overhead()
     loads = f"{load_before:.1f} before, {os.getloadavg()[0]:.1f} after"

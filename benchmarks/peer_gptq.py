@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from smelt.compression.base import MethodContext
 from smelt.compression.methods import METHODS
 from smelt.data import load_text, text_batches
-from smelt.measure.perplexity import tokens_of
+from smelt.measure.perplexity import tokenize
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.models.quantized import dequantized_weights
@@ -47,7 +47,7 @@ def _pair(options: argparse.Namespace, seed: int) -> dict[str, dict[str, float]]
     model = load("smollm2-135m")
     METHODS.build({"method": "rotate"}).apply(model, MethodContext(seed=seed))
     train = load_text(shared() / "data/wikitext2/train.txt.gz")
-    test = tokens_of(model, load_text(shared() / "data/wikitext2/test.txt.gz"), options.windows * CONTEXT)
+    test = tokenize(model, load_text(shared() / "data/wikitext2/test.txt.gz"), options.windows * CONTEXT)
     batches = text_batches(
         train, model.tokenizer, samples=options.samples, length=options.length, batch_size=options.batch, seed=seed
     )

@@ -46,11 +46,11 @@ def fused(name: str, *, starved: bool = False) -> PreTrainedModel:
             if path.endswith("mlp.gate.weight"):
                 parameter.copy_(torch.randn_like(parameter))
         if starved:
-            _starve(network)
+            _make_expert_unreachable(network)
     return network
 
 
-def _starve(network: PreTrainedModel) -> None:
+def _make_expert_unreachable(network: PreTrainedModel) -> None:
     """Make the first residual channel a positive constant, with a large negative router weight."""
     network.get_input_embeddings().weight[:, 0] = 0.3
     for path, parameter in network.named_parameters():

@@ -23,7 +23,7 @@ DECODER = {**ENCODER, "num_key_value_heads": 2, "max_position_embeddings": 128, 
 NO_HEAD_DIM = {name: value for name, value in DECODER.items() if name != "head_dim"}
 
 
-def _made(cls: Any, config: Any) -> PreTrainedModel:
+def build_network(cls: Any, config: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     network = cls(config).eval()
     with torch.no_grad():  # biases and norms away from 0 and 1, so that failing to slice one shows
@@ -36,47 +36,47 @@ def _made(cls: Any, config: Any) -> PreTrainedModel:
 
 
 BUILDS: dict[str, Build] = {
-    "bert": lambda: _made(hf.BertForSequenceClassification, hf.BertConfig(**ENCODER, num_labels=2)),
-    "roberta": lambda: _made(hf.RobertaForSequenceClassification, hf.RobertaConfig(**ENCODER, num_labels=2)),
-    "distilbert": lambda: _made(
+    "bert": lambda: build_network(hf.BertForSequenceClassification, hf.BertConfig(**ENCODER, num_labels=2)),
+    "roberta": lambda: build_network(hf.RobertaForSequenceClassification, hf.RobertaConfig(**ENCODER, num_labels=2)),
+    "distilbert": lambda: build_network(
         hf.DistilBertForSequenceClassification,
         hf.DistilBertConfig(dim=32, n_layers=3, n_heads=4, hidden_dim=48, vocab_size=99, num_labels=2),
     ),
-    "mpnet": lambda: _made(hf.MPNetForSequenceClassification, hf.MPNetConfig(**ENCODER, num_labels=2)),
-    "vit": lambda: _made(
+    "mpnet": lambda: build_network(hf.MPNetForSequenceClassification, hf.MPNetConfig(**ENCODER, num_labels=2)),
+    "vit": lambda: build_network(
         hf.ViTForImageClassification,
         hf.ViTConfig(
             hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48,
             image_size=32, patch_size=8,
         ),
     ),
-    "gpt2": lambda: _made(
+    "gpt2": lambda: build_network(
         hf.GPT2LMHeadModel, hf.GPT2Config(n_embd=32, n_layer=3, n_head=4, n_inner=48, vocab_size=99, n_positions=128)
     ),
-    "opt": lambda: _made(
+    "opt": lambda: build_network(
         hf.OPTForCausalLM,
         hf.OPTConfig(
             hidden_size=32, num_hidden_layers=3, num_attention_heads=4, ffn_dim=48, vocab_size=99,
             word_embed_proj_dim=32, max_position_embeddings=128,
         ),
     ),
-    "opt-post-norm": lambda: _made(
+    "opt-post-norm": lambda: build_network(
         hf.OPTForCausalLM,
         hf.OPTConfig(
             hidden_size=32, num_hidden_layers=3, num_attention_heads=4, ffn_dim=48, vocab_size=99,
             word_embed_proj_dim=32, max_position_embeddings=128, do_layer_norm_before=False,
         ),
     ),
-    "llama": lambda: _made(hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER)),
-    "llama-tied": lambda: _made(hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER, tie_word_embeddings=True)),
-    "mistral": lambda: _made(hf.MistralForCausalLM, hf.MistralConfig(**DECODER)),
-    "qwen2": lambda: _made(hf.Qwen2ForCausalLM, hf.Qwen2Config(**NO_HEAD_DIM)),
-    "qwen3": lambda: _made(hf.Qwen3ForCausalLM, hf.Qwen3Config(**DECODER)),
-    "resnet": lambda: _made(
+    "llama": lambda: build_network(hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER)),
+    "llama-tied": lambda: build_network(hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER, tie_word_embeddings=True)),
+    "mistral": lambda: build_network(hf.MistralForCausalLM, hf.MistralConfig(**DECODER)),
+    "qwen2": lambda: build_network(hf.Qwen2ForCausalLM, hf.Qwen2Config(**NO_HEAD_DIM)),
+    "qwen3": lambda: build_network(hf.Qwen3ForCausalLM, hf.Qwen3Config(**DECODER)),
+    "resnet": lambda: build_network(
         hf.ResNetForImageClassification,
         hf.ResNetConfig(embedding_size=8, hidden_sizes=[16, 24], depths=[2, 2], layer_type="basic", num_labels=5),
     ),
-    "resnet-bottleneck": lambda: _made(
+    "resnet-bottleneck": lambda: build_network(
         hf.ResNetForImageClassification,
         hf.ResNetConfig(embedding_size=8, hidden_sizes=[32, 64], depths=[2, 2], layer_type="bottleneck", num_labels=5),
     ),

@@ -34,7 +34,7 @@ __all__ = [
     "plan",
 ]
 
-_HOMES = {
+_MODULE_OF = {
     "AsyncEngine": "smelt.serve.engine.async_engine",
     "Engine": "smelt.serve.engine.engine",
     "Model": "smelt.models.model",
@@ -57,9 +57,9 @@ if not TYPE_CHECKING:  # a type checker should see the names above and no others
         if name in _RENAMED:
             warnings.warn(f"smelt.{name} is now smelt.{_RENAMED[name]}.", FutureWarning, stacklevel=2)
             name = _RENAMED[name]
-        if name not in _HOMES:
+        if name not in _MODULE_OF:
             raise AttributeError(f"module 'smelt' has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
         return value
 
 

@@ -149,8 +149,10 @@ def suggest(name: Any, options: Sequence[str], otherwise: str = "it has") -> str
 
 def warn_renamed(old: str, new: str, where: str = "") -> None:
     """Warn, in one line, about an old spelling that still works."""
-    place = f" in {where}" if where else ""
-    warnings.warn(f"`{old}`{place} is now called `{new}`; the old name will stop working.", FutureWarning, stacklevel=2)
+    suffix = f" in {where}" if where else ""
+    warnings.warn(
+        f"`{old}`{suffix} is now called `{new}`; the old name will stop working.", FutureWarning, stacklevel=2
+    )
 
 
 def renamed_keys(cls: type) -> dict[str, str]:

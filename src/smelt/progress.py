@@ -16,13 +16,13 @@ Item = TypeVar("Item")
 class Progress(Protocol):
     """Progress reporter: `track` wraps the iterable of a loop."""
 
-    def track(self, items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]: ...
+    def track(self, items: Iterable[Item], description: str, total: int | None = None) -> Iterator[Item]: ...
 
 
 class NullProgress:
     """No-op progress reporter."""
 
-    def track(self, items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
+    def track(self, items: Iterable[Item], description: str, total: int | None = None) -> Iterator[Item]:
         yield from items
 
 
@@ -32,10 +32,10 @@ class ProgressBars:
     def __init__(self, progress: RichProgress):
         self._progress = progress
 
-    def track(self, items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
+    def track(self, items: Iterable[Item], description: str, total: int | None = None) -> Iterator[Item]:
         if total is None and isinstance(items, Sized):
             total = len(items)
-        task = self._progress.add_task(what, total=total)
+        task = self._progress.add_task(description, total=total)
         try:
             for item in items:
                 yield item

@@ -21,7 +21,7 @@ from tests.cli.conftest import Done, Place, Smelt, bert_recipe, llama_recipe, sa
 PRUNING = [name for name, cls in METHODS.items() if issubclass(cls, StructuredPruning)]
 REPAIRS = [(name, repair) for name in PRUNING for repair in ("none", "tune", "full")] + [("flap", "bias")]
 QUICK = {"omniquant": {"epochs": 1}, "flexround": {"iterations": 4}, "spinquant": {"steps": 2}}
-QUANTISERS = [name for name, cls in METHODS.items() if issubclass(cls, Quantization)]
+QUANTIZERS = [name for name, cls in METHODS.items() if issubclass(cls, Quantization)]
 BUDGET = {"parameters": 0.8}
 
 
@@ -82,7 +82,7 @@ def test_every_method_with_every_repair(
     assert record(tmp_path / "out")["quality"]["after"] < 2.0
 
 
-@pytest.mark.parametrize("name", QUANTISERS)
+@pytest.mark.parametrize("name", QUANTIZERS)
 def test_every_quantization_method(name: str, place: Place, smelt_here: Smelt, quick: None, tmp_path: Path) -> None:
     content = llama_recipe(place)
     content["steps"] = [{"method": name, "bits": 8, "group_size": -1, **QUICK.get(name, {})}]

@@ -141,7 +141,7 @@ class TestBadInput:
         self, artifact: Path, smelt_here: Smelt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Wrongly written codes are detected by reading them back, and no folder is written."""
-        monkeypatch.setattr("smelt.export.compressed_tensors._words", lambda octets: _words_of_ones(octets))
+        monkeypatch.setattr("smelt.export.compressed_tensors._to_int32_words", lambda octets: _words_of_ones(octets))
         arguments = [str(artifact), "--to", "compressed-tensors", "-o", str(tmp_path / "out")]
         self.refused(smelt_here, tmp_path, "could not be verified", *arguments)
 

@@ -29,15 +29,15 @@ class Disk:
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
     (tmp_path / "disk").mkdir()
-    made = Disk(tmp_path / "disk")
+    disk = Disk(tmp_path / "disk")
     try:
-        mounted = made.resize(4, new=True)
+        mounted = disk.resize(4, new=True)
     except OSError:
         mounted = False
     if not mounted:
         pytest.skip("mounting a small disk takes root's rights")
-    yield made
-    subprocess.run(["umount", str(made.folder)], check=True)
+    yield disk
+    subprocess.run(["umount", str(disk.folder)], check=True)
 
 
 def test_disk_full_at_any_moment(

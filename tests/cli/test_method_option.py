@@ -32,5 +32,5 @@ def test_invalid_combinations(place: Place, smelt_here: Smelt, tmp_path: Path) -
     compress(smelt_here, place, out, "--method", "rtm").refused("there is no method 'rtm'")
     compress(smelt_here, place, out, "--method", "rtn", "--bits", "9").refused("2 to 8 bits, not 9")
     compress(smelt_here, place, out, "--method", "rtn", "--set", "bits").refused("name=value")
-    compress(smelt_here, place, out, "--method", "rtn", "--set", "colour=red").refused("no parameter 'colour'")
+    compress(smelt_here, place, out, "--method", "rtn", "--set", "color=red").refused("no parameter 'color'")
     assert not out.exists()

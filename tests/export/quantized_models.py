@@ -31,20 +31,20 @@ def network(kind: str = "Llama", dtype: torch.dtype = torch.float32, **changes: 
     """Build a decoder of a family, with biases and norms away from 0 and 1."""
     torch.manual_seed(0)
     config = getattr(hf, f"{kind}Config")(**{**CAUSAL, **changes})
-    return _shaken(hf.AutoModelForCausalLM.from_config(config, dtype=dtype).eval(), 0.05)
+    return _perturb(hf.AutoModelForCausalLM.from_config(config, dtype=dtype).eval(), 0.05)
 
 
 def encoder(**changes: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     config = hf.BertConfig(**{**SIZES, "num_labels": 3, **changes})
-    return _shaken(hf.BertForSequenceClassification(config).eval(), 0.2)
+    return _perturb(hf.BertForSequenceClassification(config).eval(), 0.2)
 
 
 @torch.no_grad()
-def _shaken(made: PreTrainedModel, size: float) -> PreTrainedModel:
-    for parameter in made.parameters():
+def _perturb(network: PreTrainedModel, size: float) -> PreTrainedModel:
+    for parameter in network.parameters():
         parameter.add_(size * torch.randn_like(parameter))
-    return made
+    return network
 
 
 def scheme(weight: str, inputs: str | None = None, *, static: bool = False, **more: Any) -> QuantizationScheme:
@@ -55,12 +55,12 @@ def scheme(weight: str, inputs: str | None = None, *, static: bool = False, **mo
 
 
 def quantized(
-    made: PreTrainedModel,
+    network: PreTrainedModel,
     chosen: QuantizationScheme | Callable[[str], QuantizationScheme | None],
     source: str = "a model",
 ) -> Model:
     """Replace every linear layer of the blocks by a packed one, with one scheme or a scheme per path."""
-    for path, module in list(made.named_modules()):
+    for path, module in list(network.named_modules()):
         inside = "layers." in path or "layer." in path
         own = chosen if isinstance(chosen, QuantizationScheme) else chosen(path)
         if isinstance(module, nn.Linear) and inside and own is not None:
@@ -68,8 +68,8 @@ def quantized(
             layer = QuantizedLinear.from_quantized(matrix, own, bias=module.bias, dtype=module.weight.dtype)
             if own.static:
                 layer.set_static_input_scale(torch.full((module.in_features,), 3.0))
-            replace_module(made, path, layer)
-    return Model(made, None, source)
+            replace_module(network, path, layer)
+    return Model(network, None, source)
 
 
 def tokens(batch: int = 2, length: int = 12) -> torch.Tensor:
@@ -77,6 +77,6 @@ def tokens(batch: int = 2, length: int = 12) -> torch.Tensor:
 
 
 @torch.no_grad()
-def logits(made: nn.Module, ids: torch.Tensor | None = None) -> torch.Tensor:
-    result: torch.Tensor = made(tokens() if ids is None else ids)[0]
+def logits(network: nn.Module, ids: torch.Tensor | None = None) -> torch.Tensor:
+    result: torch.Tensor = network(tokens() if ids is None else ids)[0]
     return result.float()

@@ -26,7 +26,7 @@ from tests.export.quantized_models import encoder, logits, network, quantized, s
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 
 
-def written(model: Model, folder: Path, **options: Any) -> dict[str, Any]:
+def export_gguf(model: Model, folder: Path, **options: Any) -> dict[str, Any]:
     return export(model, "gguf", folder / "out", **options)
 
 
@@ -46,20 +46,20 @@ def tensor_types(file: Path) -> dict[str, str]:
 )
 def test_an_unquantized_network_round_trips_bit_for_bit(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     model = network(kind, **changes)
-    written(Model(model), tmp_path)
+    export_gguf(Model(model), tmp_path)
     assert torch.equal(logits(load(tmp_path / "out" / "model.gguf").network), logits(model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_weights_are_unchanged(dtype: torch.dtype, tmp_path: Path) -> None:
     model = network(dtype=dtype, num_hidden_layers=1)
-    written(Model(model), tmp_path)
+    export_gguf(Model(model), tmp_path)
     read = load(tmp_path / "out" / "model.gguf", dtype=dtype).network
     assert all(torch.equal(tensor, read.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize(
-    ("chosen", "kind"),
+    ("weight_scheme", "ggml_type"),
     [
         (scheme("int4/32@float16"), "Q4_0"),
         (scheme("int4-wide@float16"), "Q4_0"),
@@ -74,11 +74,11 @@ def test_half_precision_weights_are_unchanged(dtype: torch.dtype, tmp_path: Path
         (scheme("int8@float16", "int8"), "Q8_0"),
     ],
 )
-def test_codes_are_exported_exactly(chosen: QuantizationScheme, kind: str, tmp_path: Path) -> None:
-    model = quantized(network(num_hidden_layers=1), chosen)
-    written(model, tmp_path)
+def test_codes_are_exported_exactly(weight_scheme: QuantizationScheme, ggml_type: str, tmp_path: Path) -> None:
+    model = quantized(network(num_hidden_layers=1), weight_scheme)
+    export_gguf(model, tmp_path)
     file = tmp_path / "out" / "model.gguf"
-    assert tensor_types(file)["blk.0.attn_k.weight"] == tensor_types(file)["blk.0.ffn_down.weight"] == kind
+    assert tensor_types(file)["blk.0.attn_k.weight"] == tensor_types(file)["blk.0.ffn_down.weight"] == ggml_type
     tensors = gguf_tensors(read_gguf(file), gguf_config(read_gguf(file)))
     for path, layer in quantized_layers(model.network).items():
         assert torch.equal(tensors[f"{path}.weight"], layer.weight), path
@@ -89,7 +89,7 @@ def test_a_minimum_that_is_a_float16_is_q4_1(tmp_path: Path) -> None:
     model = quantized(network(), scheme("int4-asym/32@float16"))
     for layer in quantized_layers(model.network).values():
         layer.scale = torch.exp2(layer.scale.float().log2().round()).half()
-    written(model, tmp_path)
+    export_gguf(model, tmp_path)
     assert set(tensor_types(tmp_path / "out" / "model.gguf").values()) == {"F32", "Q4_1"}
 
 
@@ -120,7 +120,7 @@ def test_export_of_an_artifact(tmp_path: Path) -> None:
 )
 def test_requested_types(asked: str, inner: str, last: str, tmp_path: Path) -> None:
     model = network(**WIDE)
-    written(Model(model), tmp_path, type=asked)
+    export_gguf(Model(model), tmp_path, type=asked)
     types = tensor_types(tmp_path / "out" / "model.gguf")
     assert types["blk.0.attn_q.weight"] == types["token_embd.weight"] == inner
     assert types["output.weight"] == last and types["output_norm.weight"] == "F32"
@@ -131,7 +131,7 @@ def test_requested_types(asked: str, inner: str, last: str, tmp_path: Path) -> N
 
 
 def test_rows_not_divisible_by_super_blocks_use_the_next_type(tmp_path: Path) -> None:
-    result = written(Model(network(intermediate_size=256)), tmp_path, type="q4_k")
+    result = export_gguf(Model(network(intermediate_size=256)), tmp_path, type="q4_k")
     types = tensor_types(tmp_path / "out" / "model.gguf")
     assert types["blk.0.ffn_down.weight"] == "Q4_K" and types["blk.0.attn_q.weight"] == "Q5_0"
     assert types["output.weight"] == "Q8_0"
@@ -139,13 +139,13 @@ def test_rows_not_divisible_by_super_blocks_use_the_next_type(tmp_path: Path) ->
 
 
 def test_a_type_for_unquantized_tensors(tmp_path: Path) -> None:
-    written(quantized(network(), scheme("int4/32@float16")), tmp_path, type="q8_0")
+    export_gguf(quantized(network(), scheme("int4/32@float16")), tmp_path, type="q8_0")
     types = tensor_types(tmp_path / "out" / "model.gguf")
     assert types["token_embd.weight"] == "Q8_0" and types["blk.0.attn_q.weight"] == "Q4_0"
 
 
 @pytest.mark.parametrize(
-    ("chosen", "words"),
+    ("weight_scheme", "words"),
     [
         (scheme("int4/16@float16"), "groups of 16"),
         (scheme("int4/64@float16"), "groups of 64"),
@@ -157,14 +157,14 @@ def test_a_type_for_unquantized_tensors(tmp_path: Path) -> None:
         (scheme("int4/32@float16", hadamard=True), "rotates its inputs"),
     ],
 )
-def test_a_grid_that_no_type_supports_is_refused(chosen: QuantizationScheme, words: str, tmp_path: Path) -> None:
+def test_a_grid_that_no_type_supports_is_refused(weight_scheme: QuantizationScheme, words: str, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=words):
-        written(quantized(network(), chosen), tmp_path)
+        export_gguf(quantized(network(), weight_scheme), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("made", "words"),
+    ("build_network", "words"),
     [
         (lambda: encoder(), "language models"),
         (lambda: hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=9)), "not gpt2"),
@@ -173,9 +173,9 @@ def test_a_grid_that_no_type_supports_is_refused(chosen: QuantizationScheme, wor
         (lambda: network(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "'dynamic'"),
     ],
 )
-def test_a_network_that_gguf_cannot_express_is_refused(made: Any, words: str, tmp_path: Path) -> None:
+def test_a_network_that_gguf_cannot_express_is_refused(build_network: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=words):
-        written(Model(made()), tmp_path)
+        export_gguf(Model(build_network()), tmp_path)
 
 
 def test_layers_of_different_widths_are_refused(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_layers_of_different_widths_are_refused(tmp_path: Path) -> None:
     part = next(part for part in model.anatomy.parts if part.kind == "ffn_channels")
     keep_units(model.network, part, range(part.units - 8))
     with pytest.raises(FormatError, match="different widths"):
-        written(model, tmp_path)
+        export_gguf(model, tmp_path)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -191,7 +191,7 @@ def test_nan_weights_are_refused(value: float, tmp_path: Path) -> None:
     model = network()
     model.lm_head.weight.data[3, 3] = value
     with pytest.raises(FormatError, match="NaN or infinity"):
-        written(Model(model), tmp_path, type="q8_0")
+        export_gguf(Model(model), tmp_path, type="q8_0")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -199,12 +199,12 @@ def test_weights_too_large_for_f16_are_refused(tmp_path: Path) -> None:
     model = network()
     model.lm_head.weight.data[3, 3] = 1e6
     with pytest.raises(FormatError, match="too large for f16"):
-        written(Model(model), tmp_path, type="f16")
+        export_gguf(Model(model), tmp_path, type="f16")
 
 
 def test_an_unknown_type_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="no GGUF type 'q9'"):
-        written(Model(network()), tmp_path, type="q9")
+        export_gguf(Model(network()), tmp_path, type="q9")
 
 
 @pytest.mark.parametrize(
@@ -221,12 +221,12 @@ def test_an_unknown_type_is_refused(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_scaled_rope(rotary: dict[str, Any], tmp_path: Path) -> None:
     model = network(num_hidden_layers=1, head_dim=64, max_position_embeddings=16384, rope_parameters=rotary)
-    written(Model(model), tmp_path)
+    export_gguf(Model(model), tmp_path)
     assert torch.equal(logits(load(tmp_path / "out" / "model.gguf").network), logits(model))
 
 
 def test_a_sliding_window_limits_the_context(tmp_path: Path) -> None:
-    written(Model(network("Mistral", sliding_window=40)), tmp_path)
+    export_gguf(Model(network("Mistral", sliding_window=40)), tmp_path)
     assert read_gguf(tmp_path / "out" / "model.gguf").metadata["llama.context_length"] == 40
 
 
@@ -243,7 +243,7 @@ class TestTokenizers:
     )
     def test_the_same_tokens_after_reading(self, tokenizer: Any, kind: str, rule: str, tmp_path: Path) -> None:
         model = Model(network(vocab_size=310), tokenizer)
-        written(model, tmp_path)
+        export_gguf(model, tmp_path)
         file = read_gguf(tmp_path / "out" / "model.gguf")
         assert file.metadata["tokenizer.ggml.model"] == kind and file.metadata["tokenizer.ggml.pre"] == rule
         assert len(file.metadata["tokenizer.ggml.tokens"]) == 310
@@ -256,13 +256,13 @@ class TestTokenizers:
     def test_a_tokenizer_that_is_not_bpe_is_refused_unless_left_out(self, tmp_path: Path) -> None:
         model = Model(network(), character_tokenizer())
         with pytest.raises(FormatError, match="WordLevel; export with --no-tokenizer"):
-            written(model, tmp_path)
-        written(model, tmp_path, tokenizer=False)
+            export_gguf(model, tmp_path)
+        export_gguf(model, tmp_path, tokenizer=False)
         assert load(tmp_path / "out" / "model.gguf").tokenizer is None
 
     def test_an_unknown_pre_tokenizer_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(FormatError, match="has a pre-tokenizer"):
-            written(Model(network(vocab_size=310), byte_level(regex=False)), tmp_path)
+            export_gguf(Model(network(vocab_size=310), byte_level(regex=False)), tmp_path)
 
     def test_a_tokenizer_beyond_gguf_is_refused(self, tmp_path: Path) -> None:
         """No pre-tokenizer name implies this normalizer: only reading back detects it."""
@@ -271,19 +271,19 @@ class TestTokenizers:
         tokenizer = byte_level()
         tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
         with pytest.raises(FormatError, match="other tokens"):
-            written(Model(network(vocab_size=310), tokenizer), tmp_path)
+            export_gguf(Model(network(vocab_size=310), tokenizer), tmp_path)
         assert list(tmp_path.iterdir()) == []
 
     def test_more_tokens_than_the_network_has(self, tmp_path: Path) -> None:
         with pytest.raises(FormatError, match="the network only 99"):
-            written(Model(network(), byte_level()), tmp_path)
+            export_gguf(Model(network(), byte_level()), tmp_path)
 
 
 class TestOtherReaders:
     def test_the_gguf_package(self, tmp_path: Path) -> None:
         gguf = pytest.importorskip("gguf")
         model = Model(quantized(network(vocab_size=310), scheme("int4/32@float16")).network, byte_level())
-        written(model, tmp_path, type="q8_0")
+        export_gguf(model, tmp_path, type="q8_0")
         reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
         ours = read_gguf(tmp_path / "out" / "model.gguf")
         assert reader.fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_Q4_0
@@ -301,7 +301,7 @@ class TestOtherReaders:
         pytest.importorskip("accelerate", reason="transformers wants accelerate to read GGUF")
         changes = {"head_dim": 128} if kind == "Qwen3" else {}  # transformers does not read it from the file
         model = network(kind, vocab_size=310, **changes)
-        written(Model(model, byte_level()), tmp_path, type="q8_0")
+        export_gguf(Model(model, byte_level()), tmp_path, type="q8_0")
         reference = hf.AutoModelForCausalLM.from_pretrained(
             tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32
         )
@@ -314,7 +314,7 @@ class TestOtherReaders:
         llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
         model = network(vocab_size=310, **WIDE)
         tokenizer = byte_level()
-        written(Model(model, tokenizer), tmp_path, type=asked)
+        export_gguf(Model(model, tokenizer), tmp_path, type=asked)
         file = tmp_path / "out" / "model.gguf"
         engine = llama_cpp.Llama(str(file), n_ctx=64, n_threads=1, logits_all=True, verbose=False)
         text = "in the winter there are 12 things"
@@ -332,7 +332,7 @@ def test_the_bundled_model_round_trips(tmp_path: Path) -> None:
         model = load("smollm2-135m")
     except ModelError as error:
         pytest.skip(str(error))
-    written(model, tmp_path, type="q4_1")
+    export_gguf(model, tmp_path, type="q4_1")
     file = read_gguf(tmp_path / "out" / "model.gguf")
     tensors = gguf_tensors(file, gguf_config(file))
     state = model.network.state_dict()

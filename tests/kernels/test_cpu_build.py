@@ -28,7 +28,7 @@ matrix = number_format.quantize(torch.randn(32, 64))
 layer = QuantizedLinear.from_quantized(matrix, QuantizationScheme(number_format), bias=None, dtype=torch.float32)
 x = torch.randn(2, 64)
 assert torch.allclose(layer(x), x @ layer.weight.T, atol=1e-4)
-print(layer.path)
+print(layer.backend)
 """
 COMPILE = "from smelt.kernels.cpu.build import ensure_compiled; ensure_compiled()"
 # Fake compiler: record the call, then copy the real compiler's output.

@@ -289,14 +289,14 @@ def layer(
 def test_a_layer_reports_its_backend() -> None:
     x = torch.randn(2, 96)
     plain, rounded = layer(), layer(inputs=INPUTS["int8"])
-    for module, path in ((plain, "cpu-float"), (rounded, "cpu-integer")):
+    for module, backend in ((plain, "cpu-float"), (rounded, "cpu-integer")):
         y = module(x)
-        assert module.path == path
+        assert module.backend == backend
         with use_backend("reference"):
             assert torch.allclose(module(x), y, atol=1e-4)
-            assert module.path == "reference"
+            assert module.backend == "reference"
         assert torch.equal(module(x), y)
-        assert module.path == path
+        assert module.backend == backend
     with pytest.raises(LookupError, match="cpu-integer"), use_backend("cpu-integer"):
         plain(x)
 
@@ -332,7 +332,7 @@ def test_torch_compile(inputs: str | None) -> None:
         for shape in ((2, 96), (1, 3, 96)):
             x = torch.randn(shape)
             assert torch.equal(graph(x), torch.relu(module(x)) + 1)
-    assert module.path == ("cpu-integer" if inputs else "cpu-float")
+    assert module.backend == ("cpu-integer" if inputs else "cpu-float")
     scheme = "int4-asym/32@float16" + (" int8 1.0" if inputs else "")
     arguments = (torch.randn(2, 96), module.codes, module.scale, module.zero, None, None, module.bias, None, scheme)
     torch.library.opcheck(torch.ops.smelt.cpu_linear.default, arguments)

@@ -132,7 +132,7 @@ def test_a_layer_uses_the_kernel_compiled_and_captured() -> None:
             x = torch.randn(batch, 1024, device="cuda", dtype=torch.bfloat16)
             expected = x.double() @ quantized.dequantize().double().T
             assert distance(layer(x), expected) < TOLERANCE[torch.bfloat16]
-            assert layer.path == KERNEL.name
+            assert layer.backend == KERNEL.name
             assert torch.equal(compiled(x), layer(x))
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):

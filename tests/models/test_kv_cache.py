@@ -194,13 +194,13 @@ def test_a_width_without_a_hadamard_matrix_is_not_rotated() -> None:
     assert torch.equal(cache.values(), FORMATS["int8"].fake_quantize(x))
 
 
-def filled(name: str = "int4-asym") -> tuple[PackedLayer, Tensor, Tensor]:
+def filled_layer(name: str = "int4-asym") -> tuple[PackedLayer, Tensor, Tensor]:
     layer: Any = QuantizedKVCache(BUILDS["llama"]().config, name).layers[0]
     keys, values = layer.update(torch.randn(3, 2, 6, 8), torch.randn(3, 2, 6, 8))
     return layer, keys, values
 
 
-def held(layer: PackedLayer) -> tuple[Tensor, Tensor]:
+def stored_kv(layer: PackedLayer) -> tuple[Tensor, Tensor]:
     return layer.rows[0].values(), layer.rows[1].values()
 
 
@@ -214,14 +214,14 @@ def test_cache_operations_of_generation() -> None:
         ("crop", 0, lambda x: x),
     ]
     for name, argument, expected in changes:
-        layer, keys, values = filled()
+        layer, keys, values = filled_layer()
         getattr(layer, name)(argument)
-        assert all(torch.equal(a, expected(b)) for a, b in zip(held(layer), (keys, values), strict=True)), name
+        assert all(torch.equal(a, expected(b)) for a, b in zip(stored_kv(layer), (keys, values), strict=True)), name
         assert layer.get_seq_length() == expected(keys).shape[2]
-    layer, keys, values = filled()
+    layer, keys, values = filled_layer()
     layer.offload()
     layer.prefetch()
-    assert torch.equal(held(layer)[0], keys)
+    assert torch.equal(stored_kv(layer)[0], keys)
     layer.reset()
     assert layer.get_seq_length() == 0 and layer.get_mask_sizes(3) == (3, 0)
     with pytest.raises(ValueError, match="negative"):

@@ -58,7 +58,7 @@ def folder(tmp_path: Path, weights: bytes) -> Path:
 
 
 @contextmanager
-def _little_memory() -> Iterator[None]:
+def _limited_memory() -> Iterator[None]:
     """Limit address space to half a gigabyte more than in use: larger allocations fail even if untouched."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -72,7 +72,7 @@ def _little_memory() -> Iterator[None]:
 def _refused(action: Callable[[], object]) -> str:
     """Return the error message of the action, checking that it took little time and memory."""
     start = time.process_time()  # CPU time of this process: other load does not count
-    with _little_memory(), pytest.raises(ModelError) as caught:
+    with _limited_memory(), pytest.raises(ModelError) as caught:
         action()
     seconds = time.process_time() - start
     sentence = str(caught.value)
@@ -90,7 +90,7 @@ def _raw(header: object, data: bytes = b"", length: int | None = None) -> bytes:
     return struct.pack("<Q", len(raw) if length is None else length) + raw + data
 
 
-def _one(dtype: Any = "F32", shape: Any = (2, 3), offsets: Any = (0, 24)) -> dict[str, Any]:
+def _tensor_header(dtype: Any = "F32", shape: Any = (2, 3), offsets: Any = (0, 24)) -> dict[str, Any]:
     return {"a": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
 
 
@@ -106,8 +106,8 @@ _DEEP = b'{"a":{"dtype":' + b"[" * 900 + b"]" * 900 + b',"shape":[1],"data_offse
 _BAD_SAFETENSORS: dict[str, tuple[bytes, str]] = {
     "empty": (b"", _FITS),
     "shorter than a length": (b"\x01\x02", _FITS),
-    "header longer than the file": (_raw(_one(), bytes(24), length=10**6), _FITS),
-    "header length huge": (_raw(_one(), bytes(24), length=2**63), _FITS),
+    "header longer than the file": (_raw(_tensor_header(), bytes(24), length=10**6), _FITS),
+    "header length huge": (_raw(_tensor_header(), bytes(24), length=2**63), _FITS),
     "header not JSON": (_raw(b"{not json", bytes(24)), _JSON),
     "header not UTF-8": (_raw(b'{"\xff": 1}', bytes(24)), _JSON),
     "header a list": (_raw([1, 2], bytes(24)), "JSON list"),
@@ -118,24 +118,27 @@ _BAD_SAFETENSORS: dict[str, tuple[bytes, str]] = {
     ),
     "entry not an object": (_raw({"a": 5}, bytes(24)), "must have a dtype"),
     "entry without a shape": (_raw({"a": {"dtype": "F32", "data_offsets": [0, 24]}}, bytes(24)), "must have a dtype"),
-    "unknown dtype": (_raw(_one(dtype="F31"), bytes(24)), "dtype 'F31'"),
-    "dtype not a text": (_raw(_one(dtype=["F32"]), bytes(24)), "dtype of type list"),
+    "unknown dtype": (_raw(_tensor_header(dtype="F31"), bytes(24)), "dtype 'F31'"),
+    "dtype not a text": (_raw(_tensor_header(dtype=["F32"]), bytes(24)), "dtype of type list"),
     "dtype nested deeply": (_raw(_DEEP, bytes(4)), "dtype of type list"),
-    "negative dimension": (_raw(_one(shape=(-2, -3)), bytes(24)), _SHAPE),
-    "fractional dimension": (_raw(_one(shape=(2.0, 3)), bytes(24)), _SHAPE),
-    "true as a dimension": (_raw(_one(shape=(True, 6)), bytes(24)), _SHAPE),
-    "dimensions that overflow": (_raw(_one(shape=(2**62, 2**62)), bytes(24)), _BYTES),
-    "thousands of dimensions": (_raw(_one(shape=[1] * 5000, offsets=(0, 4)), bytes(4)), _SHAPE),
-    "shape and bytes differ": (_raw(_one(shape=(2, 4)), bytes(24)), _BYTES),
-    "offsets swapped": (_raw(_one(offsets=(24, 0)), bytes(24)), _BYTES),
-    "offset negative": (_raw(_one(offsets=(-24, 0)), bytes(24)), "impossible data_offsets"),
-    "offset beyond the file": (_raw(_one(offsets=(1000, 1024)), bytes(24)), _ORDER),
-    "three offsets": (_raw(_one(offsets=(0, 24, 24)), bytes(24)), "impossible data_offsets"),
-    "cut off": (_raw(_one(), bytes(20)), "cut off or damaged"),
-    "bytes too many": (_raw(_one(), bytes(25)), "cut off or damaged"),
-    "overlap": (_raw({**_one(), "b": {"dtype": "F32", "shape": [6], "data_offsets": [0, 24]}}, bytes(24)), _ORDER),
-    "gap": (_raw(_one(offsets=(4, 28)), bytes(28)), _ORDER),
-    "key twice": (_raw(_TWICE, bytes(24)), "a key is given twice"),
+    "negative dimension": (_raw(_tensor_header(shape=(-2, -3)), bytes(24)), _SHAPE),
+    "fractional dimension": (_raw(_tensor_header(shape=(2.0, 3)), bytes(24)), _SHAPE),
+    "true as a dimension": (_raw(_tensor_header(shape=(True, 6)), bytes(24)), _SHAPE),
+    "dimensions that overflow": (_raw(_tensor_header(shape=(2**62, 2**62)), bytes(24)), _BYTES),
+    "thousands of dimensions": (_raw(_tensor_header(shape=[1] * 5000, offsets=(0, 4)), bytes(4)), _SHAPE),
+    "shape and bytes differ": (_raw(_tensor_header(shape=(2, 4)), bytes(24)), _BYTES),
+    "offsets swapped": (_raw(_tensor_header(offsets=(24, 0)), bytes(24)), _BYTES),
+    "offset negative": (_raw(_tensor_header(offsets=(-24, 0)), bytes(24)), "impossible data_offsets"),
+    "offset beyond the file": (_raw(_tensor_header(offsets=(1000, 1024)), bytes(24)), _ORDER),
+    "three offsets": (_raw(_tensor_header(offsets=(0, 24, 24)), bytes(24)), "impossible data_offsets"),
+    "cut off": (_raw(_tensor_header(), bytes(20)), "cut off or damaged"),
+    "bytes too many": (_raw(_tensor_header(), bytes(25)), "cut off or damaged"),
+    "overlap": (
+        _raw({**_tensor_header(), "b": {"dtype": "F32", "shape": [6], "data_offsets": [0, 24]}}, bytes(24)),
+        _ORDER,
+    ),
+    "gap": (_raw(_tensor_header(offsets=(4, 28)), bytes(28)), _ORDER),
+    "key twice": (_raw(_TWICE, bytes(24)), "a key appears twice"),
 }
 
 
@@ -345,7 +348,7 @@ def test_a_config_with_irrelevant_nonsense(changes: dict[str, Any], folder: Path
 def test_a_skeleton_of_a_large_model_is_cheap(folder: Path) -> None:
     sizes = {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128, "num_hidden_layers": 4}
     (folder / "config.json").write_text(json.dumps({**_CONFIG, **sizes}))
-    with _little_memory():
+    with _limited_memory():
         assert sum(parameter.numel() for parameter in skeleton(folder).parameters()) > 10**10
 
 

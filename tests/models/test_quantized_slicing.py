@@ -27,29 +27,31 @@ def layer(name: str, columns: int = 128, rows: int = 24) -> QuantizedLinear:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(rows, columns, generator=generator) * torch.logspace(-1, 1, columns)
     form = get_format(name)
-    made = QuantizedLinear.from_quantized(
+    packed_layer = QuantizedLinear.from_quantized(
         form.quantize(weight),
         QuantizationScheme(form),
         bias=torch.randn(rows, generator=generator),
         dtype=torch.float32,
     )
-    made.add_low_rank_factors(torch.randn(3, columns, generator=generator), torch.randn(rows, 3, generator=generator))
-    return made
+    packed_layer.add_low_rank_factors(
+        torch.randn(3, columns, generator=generator), torch.randn(rows, 3, generator=generator)
+    )
+    return packed_layer
 
 
-def whole(held: QuantizedLinear) -> Tensor:
+def full_weight(packed: QuantizedLinear) -> Tensor:
     """Return the dequantized matrix including the low-rank factors."""
-    return held.weight + held.up @ held.down
+    return packed.weight + packed.up @ packed.down
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_can_be_sliced_freely(name: str) -> None:
     packed, rows = layer(name), torch.tensor([5, 3, 20, 21])
-    weight, matrix, bias = packed.weight, whole(packed), packed.bias
+    weight, matrix, bias = packed.weight, full_weight(packed), packed.bias
     assert bias is not None and packed.bias is not None
     packed.keep_rows(rows)
     assert torch.equal(packed.weight, weight[rows]) and torch.equal(packed.bias, bias[rows])
-    assert torch.allclose(whole(packed), matrix[rows]) and packed.out_features == 4
+    assert torch.allclose(full_weight(packed), matrix[rows]) and packed.out_features == 4
     x = torch.randn(2, 128)
     assert torch.allclose(packed(x), x @ matrix[rows].T + bias[rows], rtol=1e-4, atol=1e-3)
 
@@ -63,7 +65,7 @@ def test_columns_are_sliced_by_group(name: str) -> None:
     packed.keep_columns(columns)
     assert torch.equal(packed.weight, weight[:, columns]) and torch.equal(packed.down, down[:, columns])
     assert packed.in_features == len(columns)
-    assert torch.allclose(packed(x), x @ whole(packed).T + packed.bias, rtol=1e-4, atol=1e-3)
+    assert torch.allclose(packed(x), x @ full_weight(packed).T + packed.bias, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["int4/32", "mxfp4", "int3/32"])
@@ -99,7 +101,7 @@ def test_surgery_on_packed_layers_matches_surgery_on_dequantized_ones(name: str)
     with torch.no_grad():
         for path, packed in quantized_layers(model.network).items():
             packed.add_low_rank_factors(torch.randn(2, packed.in_features) / 8, torch.randn(packed.out_features, 2) / 8)
-            module, matrix = modules[path], whole(packed)
+            module, matrix = modules[path], full_weight(packed)
             module.weight.copy_(matrix.T if module.weight.shape != matrix.shape or name == "gpt2" else matrix)
     work = Workload(tokens=16)
     for position in range(4):

@@ -37,7 +37,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-def quantised(settings: dict[str, Any]) -> Any:
+def quantize_model(settings: dict[str, Any]) -> Any:
     model = Model(BUILDS["llama"]())
     METHODS.build(settings).apply(model, MethodContext())
     return model.network
@@ -52,11 +52,11 @@ def pruned() -> Any:
 NETWORKS = {
     **{name: BUILDS[name] for name in ("llama", "llama-tied", "mistral", "qwen2", "qwen3")},
     "pruned": pruned,
-    "int4": lambda: quantised({"method": "rtn", "bits": 4, "group_size": 16}),
-    "int8": lambda: quantised({"method": "rtn", "bits": 8, "group_size": -1, "symmetric": True}),
-    "nf4": lambda: quantised({"method": "rtn", "format": "nf4/16"}),
-    "int4 x int8": lambda: quantised({"method": "rtn", "bits": 4, "group_size": -1, "input_activations": "int8"}),
-    "one scale a matrix": lambda: quantised({"method": "rtn", "bits": 8, "group_size": 0}),
+    "int4": lambda: quantize_model({"method": "rtn", "bits": 4, "group_size": 16}),
+    "int8": lambda: quantize_model({"method": "rtn", "bits": 8, "group_size": -1, "symmetric": True}),
+    "nf4": lambda: quantize_model({"method": "rtn", "format": "nf4/16"}),
+    "int4 x int8": lambda: quantize_model({"method": "rtn", "bits": 4, "group_size": -1, "input_activations": "int8"}),
+    "one scale a matrix": lambda: quantize_model({"method": "rtn", "bits": 8, "group_size": 0}),
 }
 
 
@@ -119,7 +119,7 @@ def test_batch_composition_changes_no_bit() -> None:
     [
         (BUILDS["gpt2"], "gpt2 is not among"),
         (BUILDS["opt"], "opt is not among"),
-        (lambda: quantised({"method": "quarot", "rounding": "rtn"}), "without a compiled kernel"),
+        (lambda: quantize_model({"method": "quarot", "rounding": "rtn"}), "without a compiled kernel"),
     ],
     ids=["gpt2", "opt", "rotated inputs"],
 )

@@ -18,22 +18,22 @@ pytest.importorskip("llguidance")
 ASKED: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "seed": 1}
 SCHEMA = {
     "type": "object",
-    "properties": {"colour": {"enum": ["red", "blue"]}, "count": {"type": "integer", "minimum": 1, "maximum": 9}},
-    "required": ["colour", "count"],
+    "properties": {"color": {"enum": ["red", "blue"]}, "count": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["color", "count"],
     "additionalProperties": False,
 }
 
 
-class Colours(BaseModel):
+class Colors(BaseModel):
     """Every answer is finite, so that the test cannot pass by running out of tokens."""
 
-    colour: Literal["red", "blue"]
+    color: Literal["red", "blue"]
     loud: bool
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_schema(client: openai.OpenAI, stream: bool) -> None:
-    response_format: Any = {"type": "json_schema", "json_schema": {"name": "colours", "schema": SCHEMA, "strict": True}}
+    response_format: Any = {"type": "json_schema", "json_schema": {"name": "colors", "schema": SCHEMA, "strict": True}}
     if stream:
         chunks = client.chat.completions.create(**ASKED, response_format=response_format, max_tokens=200, stream=True)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
@@ -42,14 +42,14 @@ def test_a_schema(client: openai.OpenAI, stream: bool) -> None:
         assert answer.choices[0].finish_reason == "stop"
         text = answer.choices[0].message.content or ""
     parsed = json.loads(text)
-    assert parsed["colour"] in ("red", "blue") and 1 <= parsed["count"] <= 9 and len(parsed) == 2
+    assert parsed["color"] in ("red", "blue") and 1 <= parsed["count"] <= 9 and len(parsed) == 2
 
 
 def test_the_client_parses_into_a_class(client: openai.OpenAI) -> None:
     parsed = client.chat.completions.parse(
-        model=NAME, messages=[{"role": "user", "content": "hi"}], response_format=Colours, max_tokens=2000, seed=3
+        model=NAME, messages=[{"role": "user", "content": "hi"}], response_format=Colors, max_tokens=2000, seed=3
     )
-    assert parsed.choices[0].finish_reason == "stop" and isinstance(parsed.choices[0].message.parsed, Colours)
+    assert parsed.choices[0].finish_reason == "stop" and isinstance(parsed.choices[0].message.parsed, Colors)
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def small_gpt2() -> Model:
     return Model(BUILDS["gpt2"]())
 
 
-def quantised(model: Model, schemes: list[QuantizationScheme]) -> Model:
+def quantize_model(model: Model, schemes: list[QuantizationScheme]) -> Model:
     """Quantize every linear layer of block i with the i-th scheme; factors and static scales as the scheme requires."""
     for block, scheme in zip(model.anatomy.blocks, schemes, strict=True):
         layers = {p.path: p.module for part in block.parts for p in (*part.input_projections, part.output)}
@@ -131,7 +131,7 @@ PLACES = {  # in one network: weight-only, quantized inputs, low-rank factors
 @pytest.mark.parametrize("weight", PLACES)
 def test_a_quantized_model_over_two_processes_gives_the_same_tokens(weight: str, tmp_path: Path) -> None:
     schemes = [described(weight), described(weight, **PLACES[weight]), described(weight, rank=RANK)]
-    folder = saved(quantised(wide_llama(), schemes), tmp_path / "model")
+    folder = saved(quantize_model(wide_llama(), schemes), tmp_path / "model")
     reference = [expected(load(folder).network, text) for text in prompts(3)]
     assert len({tuple(answer) for answer in reference}) == 3
     with split(folder) as (engine, _):
@@ -219,7 +219,7 @@ def test_ranks_match_the_unsplit_model(
     """Also with input quantization whose scale covers all inputs, with biases, with fused QKV, and with adapters, which
     read unquantized inputs.
     """
-    model = quantised(build(), [scheme] * 3)
+    model = quantize_model(build(), [scheme] * 3)
     folders = {"a": write_adapter(tmp_path / "a", model.network, 0)} if build is wide_llama else {}
     for result in logits_of_ranks(model, 2, folders, monkeypatch):
         unsplit = copy.deepcopy(model)
@@ -227,7 +227,7 @@ def test_ranks_match_the_unsplit_model(
 
 
 def test_shards_are_as_even_as_groups_allow() -> None:
-    model = quantised(wide_llama(), [described("int8"), described("int4/16"), described("mxfp4")])
+    model = quantize_model(wide_llama(), [described("int8"), described("int4/16"), described("mxfp4")])
     assert partition_units(model, 2) == [[0, 1, 2], [0, 48, 96], [0, 1, 2], [0, 48, 96], [0, 1, 2], [0, 64, 96]]
     assert partition_units(wide_llama(), 2)[1] == [0, 48, 96]
 
@@ -247,7 +247,7 @@ def test_unsupported_splits(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ]
     for scheme, sentence in cases:
-        model = quantised(wide_llama(), [scheme] * 3)
+        model = quantize_model(wide_llama(), [scheme] * 3)
         before = {name: tensor.clone() for name, tensor in model.network.state_dict().items()}
         with pytest.raises(ModelError, match=sentence):
             shard(model, 0, 2)

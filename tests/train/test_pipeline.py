@@ -60,16 +60,16 @@ class Worker:
         self.compression: StageCompression = compress_stage(self.module, compressor, group, **options)
         stage = PipelineStage(self.module, self.place, 2, torch.device("cpu"), group=mesh["stages"].get_group())
         self.schedule = SCHEDULES[schedule](stage, PARTS, loss_fn=cross_entropy)
-        self.optimiser = torch.optim.SGD(self.module.parameters(), lr=0.2)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.2)
 
     def steps(self, numbers: range) -> Any:
         """Train for these steps and return the stage's parameters."""
         for number in numbers:
             inputs, labels = make_batch(number, self.replica)
-            self.optimiser.zero_grad()
+            self.optimizer.zero_grad()
             self.schedule.step(*([inputs] if self.place == 0 else []), target=labels if self.place else None)
             self.compression.finish()
-            self.optimiser.step()
+            self.optimizer.step()
         return flat(self.module)
 
 

@@ -178,31 +178,44 @@ def _group(scheme: QuantizationScheme, path: str) -> Arguments:
     return {"weights": weights, "input_activations": inputs, "output_activations": None, "format": storage}
 
 
-def _weight_arguments(form: Format, rounds_inputs: bool, path: str) -> tuple[str, Arguments]:
+def _weight_arguments(number_format: Format, quantizes_inputs: bool, path: str) -> tuple[str, Arguments]:
     """Return the storage format of a weight and its `QuantizationArgs`."""
     shared: Arguments = {"symmetric": True, "dynamic": False}
-    groups = {"strategy": "group", "group_size": form.group_size} if form.group_size > 0 else {"strategy": "channel"}
-    if type(form) is Integer and form.zero_dtype == "code":
-        shared["symmetric"] = form.symmetric
-        return INTEGERS if rounds_inputs else PACKED, {"num_bits": form.bits, "type": "int", **shared, **groups}
-    if type(form) is Scaled and form.elements == E4M3 and form.group_size in (PER_ROW, PER_TENSOR):
-        strategy = "tensor" if form.group_size == PER_TENSOR else "channel"
+    groups = (
+        {"strategy": "group", "group_size": number_format.group_size}
+        if number_format.group_size > 0
+        else {"strategy": "channel"}
+    )
+    if type(number_format) is Integer and number_format.zero_dtype == "code":
+        shared["symmetric"] = number_format.symmetric
+        return INTEGERS if quantizes_inputs else PACKED, {
+            "num_bits": number_format.bits,
+            "type": "int",
+            **shared,
+            **groups,
+        }
+    if (
+        type(number_format) is Scaled
+        and number_format.elements == E4M3
+        and number_format.group_size in (PER_ROW, PER_TENSOR)
+    ):
+        strategy = "tensor" if number_format.group_size == PER_TENSOR else "channel"
         return FLOATS, {"num_bits": 8, "type": "float", **shared, "strategy": strategy}
-    if form in _MX:
+    if number_format in _MX:
         return MXFP4, {"num_bits": 4, "type": "float", **shared, **groups, "scale_dtype": "torch.uint8"}
-    if form == FORMATS["nvfp4"] and not rounds_inputs:
-        groups = {"strategy": "tensor_group", "group_size": form.group_size}
+    if number_format == FORMATS["nvfp4"] and not quantizes_inputs:
+        groups = {"strategy": "tensor_group", "group_size": number_format.group_size}
         return NVFP4, {"num_bits": 4, "type": "float", **shared, **groups, "scale_dtype": "torch.float8_e4m3fn"}
-    raise FormatError(f"{path} is in {format_name(form)}, {_why_not(form)}.")
+    raise FormatError(f"{path} is in {format_name(number_format)}, {_unsupported_reason(number_format)}.")
 
 
-def _why_not(form: Format) -> str:
+def _unsupported_reason(number_format: Format) -> str:
     known = "quantize to int2 to int8, fp8-e4m3 (row or tensor), mxfp4 or nvfp4"
-    if isinstance(form, DenormalInteger):
+    if isinstance(number_format, DenormalInteger):
         return f"whose two codes near zero no reader of compressed-tensors knows; {known}"
-    if isinstance(form, Integer):
+    if isinstance(number_format, Integer):
         return f"whose zero points are not integers, as compressed-tensors needs; {known}"
-    if form == FORMATS["nvfp4"]:
+    if number_format == FORMATS["nvfp4"]:
         return (
             "and its inputs are quantized: compressed-tensors needs one static global scale of the inputs for that, "
             "which this model does not have; quantize the weights only"
@@ -210,20 +223,20 @@ def _why_not(form: Format) -> str:
     return f"for which compressed-tensors has no scheme; {known}"
 
 
-def _input_arguments(form: Format, static: bool, path: str) -> Arguments:
+def _input_arguments(number_format: Format, static: bool, path: str) -> Arguments:
     """Return the `QuantizationArgs` of inputs: one static scale, or dynamic scales per token or block."""
     dynamic: Arguments = {"symmetric": True, "dynamic": not static}
-    strategy = {PER_ROW: "token", PER_TENSOR: "tensor"}.get(form.group_size, "group")
-    if form in _MX and not static:
-        blocks = {"strategy": "group", "group_size": form.group_size, "scale_dtype": "torch.uint8"}
+    strategy = {PER_ROW: "token", PER_TENSOR: "tensor"}.get(number_format.group_size, "group")
+    if number_format in _MX and not static:
+        blocks = {"strategy": "group", "group_size": number_format.group_size, "scale_dtype": "torch.uint8"}
         return {"num_bits": 4, "type": "float", **dynamic, **blocks}
-    if type(form) is Integer and form.bits == 8 and form.symmetric and strategy != "group":
+    if type(number_format) is Integer and number_format.bits == 8 and number_format.symmetric and strategy != "group":
         return {"num_bits": 8, "type": "int", **dynamic, "strategy": strategy}
-    if type(form) is Scaled and form.elements == E4M3 and strategy != "group":
+    if type(number_format) is Scaled and number_format.elements == E4M3 and strategy != "group":
         return {"num_bits": 8, "type": "float", **dynamic, "strategy": strategy}
     raise FormatError(
-        f"{path} quantizes its inputs to {format_name(form)}, which compressed-tensors has no scheme for; use int8, "
-        "fp8-e4m3 or mxfp4 inputs, or quantize the weights only."
+        f"{path} quantizes its inputs to {format_name(number_format)}, which compressed-tensors has no scheme "
+        "for; use int8, fp8-e4m3 or mxfp4 inputs, or quantize the weights only."
     )
 
 
@@ -243,43 +256,45 @@ def _tensors(network: nn.Module, layers: dict[str, QuantizedLinear]) -> dict[str
 
 def layer_tensors(layer: QuantizedLinear, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the tensors of a layer in the layout of the format."""
-    form, stored = layer.scheme.weight, layer.packed.tensors
-    storage, _ = _weight_arguments(form, layer.scheme.inputs is not None, "a layer")
+    number_format, stored = layer.scheme.weight, layer.packed.tensors
+    storage, _ = _weight_arguments(number_format, layer.scheme.inputs is not None, "a layer")
     tensors: dict[str, Tensor] = {}
     if layer.scheme.static:
-        tensors["input_scale"] = _in_type(getattr(layer, STATIC_SCALE).reshape(1), dtype)
+        tensors["input_scale"] = _cast_if_exact(getattr(layer, STATIC_SCALE).reshape(1), dtype)
     if storage in (NVFP4, MXFP4):
         tensors |= {"weight_packed": stored["codes"], "weight_scale": stored["scale"].squeeze(-1)}
         if storage == NVFP4:
             tensors["weight_global_scale"] = stored["tensor"].reshape(1)
         return tensors
-    scale = _in_type(stored["scale"].squeeze(-1), dtype)  # [rows, groups]
+    scale = _cast_if_exact(stored["scale"].squeeze(-1), dtype)  # [rows, groups]
     if storage == FLOATS:
-        scale = scale.reshape(1) if form.group_size == PER_TENSOR else scale
+        scale = scale.reshape(1) if number_format.group_size == PER_TENSOR else scale
         return {**tensors, "weight": stored["codes"].view(torch.float8_e4m3fn), "weight_scale": scale}
     # A per-tensor scale is repeated for every row: the same values, and every reader supports it.
     tensors["weight_scale"] = scale.expand(layer.out_features, -1)
     zero = stored["zero"].squeeze(-1).expand(layer.out_features, -1) if "zero" in stored else None
     if storage == PACKED:
-        tensors["weight_packed"] = _words(stored["codes"])
+        tensors["weight_packed"] = _to_int32_words(stored["codes"])
         tensors["weight_shape"] = torch.tensor([layer.out_features, layer.in_features])
         if zero is not None:
-            tensors["weight_zero_point"] = _words(pack(zero.T.contiguous(), form.bits)).T  # [words of rows, groups]
+            tensors["weight_zero_point"] = _to_int32_words(
+                pack(zero.T.contiguous(), number_format.bits)
+            ).T  # [words of rows, groups]
         return tensors
-    middle = 1 << (form.bits - 1)
-    tensors["weight"] = (unpack(stored["codes"], form.bits, layer.in_features).short() - middle).to(torch.int8)
+    middle = 1 << (number_format.bits - 1)
+    tensors["weight"] = (unpack(stored["codes"], number_format.bits, layer.in_features).short() - middle).to(torch.int8)
     if zero is not None:
         tensors["weight_zero_point"] = (zero.short() - middle).to(torch.int8)
     return tensors
 
 
-def _words(octets: Tensor) -> Tensor:  # uint8 [..., bytes] -> int32 [..., words]
+def _to_int32_words(octets: Tensor) -> Tensor:  # uint8 [..., bytes] -> int32 [..., words]
     padded = F.pad(octets, (0, -octets.shape[-1] % 4)).contiguous()
     # Flat first: the stride of a dimension of size 1 is arbitrary, and `view` insists that it be a multiple of 4.
     return padded.reshape(-1).view(torch.int32).reshape(*padded.shape[:-1], padded.shape[-1] // 4)
 
 
-def _in_type(scale: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast_if_exact(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast scales to the dtype of the network, as the format expects, if that is exact; else keep their own."""
     cast = scale.to(dtype)
     return cast if torch.equal(cast.double(), scale.double()) else scale
@@ -289,7 +304,7 @@ def _notes(network: nn.Module, layers: dict[str, QuantizedLinear]) -> list[str]:
     dtype = next(network.parameters()).dtype
     notes = []
     scales = [layer.packed.tensors["scale"] for layer in layers.values() if layer.scheme.weight not in _MX]
-    if any(_in_type(scale, dtype).dtype != dtype for scale in scales if scale.dtype.itemsize > 1):
+    if any(_cast_if_exact(scale, dtype).dtype != dtype for scale in scales if scale.dtype.itemsize > 1):
         dtype_name = str(dtype).removeprefix("torch.")
         notes.append(
             f"scales are not exact in {dtype_name}, the dtype of the model, and keep their own; a reader that casts "

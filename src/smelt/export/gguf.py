@@ -33,7 +33,7 @@ from smelt.export.gguf_writer import GGML_TYPES, TensorToWrite, write_gguf
 from smelt.models.artifact import distinct_tensors
 from smelt.models.gguf import GgufFile, gguf_config, gguf_tensors, gguf_tokenizer, read_gguf
 from smelt.models.gguf.blocks import FORMATS, Bytes
-from smelt.models.gguf.llama import BLOCK_NAMES, OUTER_NAMES, ROTARY_FACTORS, llama3_factors
+from smelt.models.gguf.llama import BLOCK_NAMES, OUTER_NAMES, ROPE_FACTORS, llama3_factors
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear, quantized_layers
 from smelt.numerics.error import signal_to_noise
@@ -103,7 +103,7 @@ class Gguf(ExportFormat):
         rope = config["rope_parameters"]
         if rope["rope_type"] == "llama3":
             factors = llama3_factors(rope["factor"], rope["rope_theta"], config["head_dim"])
-            yield TensorToWrite(ROTARY_FACTORS, factors.shape, "F32", lambda: factors.view(np.uint8))
+            yield TensorToWrite(ROPE_FACTORS, factors.shape, "F32", lambda: factors.view(np.uint8))
 
     def _unquantized(self, name: str, tensor: Tensor, order: Tensor | None, config: dict[str, Any]) -> TensorToWrite:
         ggml_type = "F32" if tensor.dim() == 1 else self._select_type(name, tensor, config)

@@ -57,12 +57,12 @@ class Onnx(ExportFormat):
             with _quiet(), torch.no_grad():
                 program = torch.onnx.export(
                     _FirstOutput(network, names), example,
-                    dynamic_shapes={"tensors": tuple(_free(tensor) for tensor in example)},
+                    dynamic_shapes={"tensors": tuple(_dynamic_dims(tensor) for tensor in example)},
                     input_names=list(names), output_names=[_output_name(model)],
                     opset_version=OPSET, dynamo=True, verbose=False,
                 )  # fmt: skip
                 assert program is not None
-                _forget_origin(program)
+                _strip_metadata(program)
                 program.save(str(path))
         except Exception as error:  # foreign code on any network
             raise FormatError(f"PyTorch cannot write this network as ONNX ({one_line(error)}).") from error
@@ -122,12 +122,17 @@ class _IntegerLayer(nn.Module):
 
     def __init__(self, layer: QuantizedLinear, path: str) -> None:
         super().__init__()
-        form, scheme = layer.scheme.weight, layer.scheme
-        ungrouped = form.group_size in (PER_ROW, PER_TENSOR)
-        if type(form) is not Integer or form.bits != 8 or form.zero_dtype != "code" or not ungrouped:
+        number_format, scheme = layer.scheme.weight, layer.scheme
+        ungrouped = number_format.group_size in (PER_ROW, PER_TENSOR)
+        if (
+            type(number_format) is not Integer
+            or number_format.bits != 8
+            or number_format.zero_dtype != "code"
+            or not ungrouped
+        ):
             raise FormatError(
-                f"{path} is in {format_name(form)}, and ONNX export supports 8-bit integers with per-row scales "
-                "only; quantize to int8 with group_size -1, or export the unquantized model."
+                f"{path} is in {format_name(number_format)}, and ONNX export supports 8-bit integers with per-row "
+                "scales only; quantize to int8 with group_size -1, or export the unquantized model."
             )
         if scheme.hadamard or scheme.rank or scheme.clip != 1:
             raise FormatError(
@@ -143,10 +148,12 @@ class _IntegerLayer(nn.Module):
         stored = layer.packed.tensors
         rows = layer.out_features
         codes = stored["codes"]
-        self.codes = nn.Buffer((codes.short() - 128).to(torch.int8) if form.symmetric else codes)
+        self.codes = nn.Buffer((codes.short() - 128).to(torch.int8) if number_format.symmetric else codes)
         self.scale = nn.Buffer(stored["scale"].float().reshape(-1).expand(rows).clone())
         zero = (
-            torch.zeros(rows, dtype=torch.int8) if form.symmetric else stored["zero"].reshape(-1).expand(rows).clone()
+            torch.zeros(rows, dtype=torch.int8)
+            if number_format.symmetric
+            else stored["zero"].reshape(-1).expand(rows).clone()
         )
         self.zero = nn.Buffer(zero)
         self.bias = layer.bias
@@ -157,9 +164,9 @@ class _IntegerLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.static:
-            grid = (self.input_scale, self.input_zero)
-            codes = torch.onnx.ops.symbolic("QuantizeLinear", (x, *grid), {}, dtype=torch.int8, shape=x.shape)
-            x = torch.onnx.ops.symbolic("DequantizeLinear", (codes, *grid), {}, dtype=torch.float32, shape=x.shape)
+            qparams = (self.input_scale, self.input_zero)
+            codes = torch.onnx.ops.symbolic("QuantizeLinear", (x, *qparams), {}, dtype=torch.int8, shape=x.shape)
+            x = torch.onnx.ops.symbolic("DequantizeLinear", (codes, *qparams), {}, dtype=torch.float32, shape=x.shape)
         weight = torch.onnx.ops.symbolic(
             "DequantizeLinear", (self.codes, self.scale, self.zero), {"axis": 0},
             dtype=torch.float32, shape=self.codes.shape,
@@ -188,13 +195,13 @@ def _inputs(model: Model, batch: int, length: int) -> dict[str, Tensor]:
     return inputs
 
 
-def _free(tensor: Tensor) -> dict[int, Any]:
+def _dynamic_dims(tensor: Tensor) -> dict[int, Any]:
     """Return the dynamic dimensions of an input: for an image only the batch."""
     batch, length = torch.export.Dim("batch"), torch.export.Dim("length")
     return {0: batch, 1: length} if tensor.dim() == 2 else {0: batch}
 
 
-def _forget_origin(program: Any) -> None:
+def _strip_metadata(program: Any) -> None:
     """Remove the exporter's source locations: they contain paths of this machine and are most of the file."""
     graph = program.model.graph
     for owner in (program.model, graph):

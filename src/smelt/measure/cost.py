@@ -61,8 +61,8 @@ def active_parameters(anatomy: Anatomy) -> float:
 def unit_parameters(part: Part) -> int:
     """Count the parameters removed with one unit."""
     total = 0
-    for projection, span in zip(part.input_projections, part.rows_per_unit, strict=True):
-        total += span * (
+    for projection, rows in zip(part.input_projections, part.rows_per_unit, strict=True):
+        total += rows * (
             projection.in_features * projection.kernel_elements + _rank(projection) + (projection.bias is not None)
         )
     if part.norm is not None:
@@ -95,11 +95,11 @@ def unit_macs(part: Part, workload: Workload, causal: bool, positions: tuple[int
     if not part.units:
         return 0.0
     if part.kind == "channels":
-        writer, output = part.input_projections[0].weight, part.output.weight
-        return float(writer[0].numel() * positions[0] + output[:, 0].numel() * positions[1])
+        projection, output = part.input_projections[0].weight, part.output.weight
+        return float(projection[0].numel() * positions[0] + output[:, 0].numel() * positions[1])
     tokens = workload.tokens
-    writers = zip(part.input_projections, part.rows_per_unit, strict=True)
-    projections = sum(span * (writer.in_features + _rank(writer)) for writer, span in writers)
+    projections_and_rows = zip(part.input_projections, part.rows_per_unit, strict=True)
+    projections = sum(rows * (projection.in_features + _rank(projection)) for projection, rows in projections_and_rows)
     projections += part.columns_per_unit * (part.output.out_features + _rank(part.output))
     products = 2 * part.columns_per_unit * tokens * tokens * (0.5 if causal else 1.0) if part.kind == "heads" else 0.0
     return tokens * part.token_fraction * projections + products
@@ -191,11 +191,13 @@ def _output_positions(anatomy: Anatomy, workload: Workload) -> dict[int, int]:
     """Measure output height x width of every convolution with one forward of one image."""
     sizes: dict[int, int] = {}
 
-    def note(module: nn.Module, args: object, output: torch.Tensor) -> None:
+    def record_size(module: nn.Module, args: object, output: torch.Tensor) -> None:
         sizes[id(module)] = output.shape[-2] * output.shape[-1]
 
     hooks = [
-        module.register_forward_hook(note) for module in anatomy.network.modules() if isinstance(module, nn.Conv2d)
+        module.register_forward_hook(record_size)
+        for module in anatomy.network.modules()
+        if isinstance(module, nn.Conv2d)
     ]
     parameter = next(anatomy.network.parameters())
     image = torch.zeros(

@@ -13,7 +13,14 @@ from smelt.data.batches import check_positive
 from smelt.data.text import TextData
 from smelt.errors import DataError
 from smelt.measure.logits import NewCache, eval_mode, logit_rows, slices
-from smelt.measure.perplexity import batched_windows, cache_in, check_context, tokens_of, window_inputs, windows_over
+from smelt.measure.perplexity import (
+    batched_windows,
+    cache_factory,
+    check_context,
+    tokenize,
+    window_inputs,
+    windows_over,
+)
 from smelt.models.model import Model
 from smelt.progress import NullProgress, Progress
 
@@ -49,14 +56,14 @@ def logit_divergence(
     vocabulary = _shared_vocabulary(new, base)
     for model in (new, base):
         check_context(model, context, context)
-    tokens = tokens_of(base, data, limit)
+    tokens = tokenize(base, data, limit)
     groups = list(batched_windows(list(windows_over(len(tokens), context, context)), batch_size))
     totals = torch.zeros(3, dtype=torch.float64)
-    caches = (cache_in(new, kv), cache_in(base, None))
+    caches = (cache_factory(new, kv), cache_factory(base, None))
     with eval_mode(new.network), eval_mode(base.network):
         for group in progress.track(groups, "divergence"):
             input_ids, scored = window_inputs(tokens, group, base.device)
-            totals += _compared((new, base), input_ids, scored, vocabulary, caches)
+            totals += _compare_batch((new, base), input_ids, scored, vocabulary, caches)
     kl, agreement, count = totals.tolist()
     return Divergence(kl=kl / count, agreement=agreement / count, tokens=int(count))
 
@@ -70,7 +77,7 @@ def _shared_vocabulary(new: Model, base: Model) -> int:
     return int(sizes[0])
 
 
-def _compared(
+def _compare_batch(
     models: tuple[Model, Model], input_ids: Tensor, scored: Tensor, vocabulary: int, caches: tuple[NewCache | None, ...]
 ) -> Tensor:
     """Sum over the scored tokens: divergence, agreements, count. [3], float64"""

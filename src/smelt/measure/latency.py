@@ -75,7 +75,7 @@ def decode_latency(
     with _inference(model):
         step = _decode_step(model, _token_ids(model, batch, prompt, seed))
         seconds = time_call(step, warmup=warmup, repeats=tokens, device=model.device)
-    return _summary(model, seconds, warmup=warmup, batch=batch, length=prompt, tokens_a_call=1)
+    return _summary(model, seconds, warmup=warmup, batch=batch, length=prompt, tokens_per_call=1)
 
 
 def compare_latency(
@@ -90,7 +90,7 @@ def compare_latency(
     confidence: float = 0.95,
 ) -> LatencyComparison:
     """Time both models alternately (new, base, new, base ...), so that drift of the machine affects both equally."""
-    seconds = _in_turns(new, base, lambda model: _forward(model, batch, length, seed), warmup, repeats)
+    seconds = _time_alternately(new, base, lambda model: _forward(model, batch, length, seed), warmup, repeats)
     new_latency, base_latency = (
         _summary(model, seconds[:, column], warmup=warmup, batch=batch, length=_length(model, length))
         for column, model in enumerate((new, base))
@@ -112,24 +112,24 @@ def compare_decode(
     """Time one decoded token of both models, alternately."""
     for model in (new, base):
         _check_decoding(model, prompt + warmup + tokens + 1)
-    seconds = _in_turns(
+    seconds = _time_alternately(
         new, base, lambda model: _decode_step(model, _token_ids(model, batch, prompt, seed)), warmup, tokens
     )
     new_latency, base_latency = (
-        _summary(model, seconds[:, column], warmup=warmup, batch=batch, length=prompt, tokens_a_call=1)
+        _summary(model, seconds[:, column], warmup=warmup, batch=batch, length=prompt, tokens_per_call=1)
         for column, model in enumerate((new, base))
     )
     return _comparison(new_latency, base_latency, seconds, confidence, seed)
 
 
-def _in_turns(
-    new: Model, base: Model, make: Callable[[Model], Callable[[], object]], warmup: int, repeats: int
+def _time_alternately(
+    new: Model, base: Model, make_call: Callable[[Model], Callable[[], object]], warmup: int, repeats: int
 ) -> np.ndarray:  # [repeats, 2]
     if new.device != base.device:
         raise ModelError(f"The two models are on {new.device} and {base.device}: put both on one device.")
     clock = stopwatch(new.device)
     with _inference(new), _inference(base):
-        calls = [make(model) for model in (new, base)]
+        calls = [make_call(model) for model in (new, base)]
         rounds = [[clock(call) for call in calls] for _ in range(warmup + repeats)]
     return np.array(rounds[warmup:])
 
@@ -226,10 +226,10 @@ def _name(model: Model) -> str:
 
 
 def _summary(
-    model: Model, seconds: np.ndarray, *, warmup: int, batch: int, length: int, tokens_a_call: int | None = None
+    model: Model, seconds: np.ndarray, *, warmup: int, batch: int, length: int, tokens_per_call: int | None = None
 ) -> Latency:
     lower, median, upper = np.percentile(seconds, [25, 50, 75])
-    tokens = batch * (length if tokens_a_call is None else tokens_a_call)
+    tokens = batch * (length if tokens_per_call is None else tokens_per_call)
     return Latency(
         median_ms=float(median) * 1000,
         spread_ms=float(upper - lower) * 1000,

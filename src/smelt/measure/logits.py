@@ -40,7 +40,7 @@ def logit_rows(
     hidden: list[Tensor] = []
     head = network.get_output_embeddings()
 
-    def only_last(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def keep_last_position(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden.append(inputs[0])
         return (inputs[0][:, -1:], *inputs[1:])
 
@@ -51,7 +51,7 @@ def logit_rows(
         ).logits
         return logits
 
-    handle = head.register_forward_pre_hook(only_last)
+    handle = head.register_forward_pre_hook(keep_last_position)
     try:
         last = run()  # [batch, 1, vocabulary]
     finally:
@@ -64,9 +64,9 @@ def logit_rows(
     return lambda part: logits[part].float()
 
 
-def slices(rows: int, vocabulary: int) -> Iterator[slice]:
+def slices(rows: int, vocab_size: int) -> Iterator[slice]:
     """Yield slices over `rows` whose logits take at most about 64 MiB each."""
-    size = max(1, _MAX_LOGITS_BYTES // (4 * vocabulary))
+    size = max(1, _MAX_LOGITS_BYTES // (4 * vocab_size))
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 

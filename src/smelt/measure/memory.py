@@ -61,7 +61,7 @@ class PeakMemory:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
         self._sampler.join()
@@ -118,16 +118,16 @@ def _cgroup_headrooms(root: Path) -> list[int]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            folders = _upwards(root / "sys/fs/cgroup", path)
+            folders = _with_parents(root / "sys/fs/cgroup", path)
             headrooms += [_headroom(folder, "memory.max", "memory.current", "inactive_file") for folder in folders]
         elif "memory" in controllers.split(","):
-            folders = _upwards(root / "sys/fs/cgroup/memory", path)
+            folders = _with_parents(root / "sys/fs/cgroup/memory", path)
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
             headrooms += [_headroom(folder, *names) for folder in folders]
     return [headroom for headroom in headrooms if headroom is not None]
 
 
-def _upwards(mount: Path, path: str) -> list[Path]:
+def _with_parents(mount: Path, path: str) -> list[Path]:
     """Return the cgroup's folder and its parents up to the mount, since in a container the path may not exist."""
     parts = [part for part in path.split("/") if part not in ("", "..")]
     return [mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]

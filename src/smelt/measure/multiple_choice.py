@@ -17,7 +17,7 @@ from smelt.data.multiple_choice import MultipleChoiceData
 from smelt.errors import DataError
 from smelt.measure.eval_result import EvalResult
 from smelt.measure.logits import eval_mode, token_losses
-from smelt.measure.perplexity import cache_in
+from smelt.measure.perplexity import cache_factory
 from smelt.models.model import Model
 from smelt.progress import NullProgress, Progress
 
@@ -106,7 +106,7 @@ def _batch_likelihoods(model: Model, options: list[Option]) -> list[float]:
     scored = (torch.arange(batch["input_ids"].shape[1]) >= starts) & (batch["attention_mask"] == 1)
     device = model.device
     ids, mask = batch["input_ids"].to(device), batch["attention_mask"].to(device)
-    losses = token_losses(model.network, ids, mask, scored.to(device), cache_in(model, None))
+    losses = token_losses(model.network, ids, mask, scored.to(device), cache_factory(model, None))
     return [-float(part.sum()) for part in losses.split(scored.sum(dim=1).tolist())]
 
 

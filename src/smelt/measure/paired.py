@@ -20,8 +20,8 @@ from smelt.errors import DataError
 from smelt.measure.eval_result import EvalResult
 from smelt.measure.metrics import METRICS
 
-_WORST = 10
-_COUNTS_AT_ONCE = 2**21
+_NUM_WORST = 10
+_COUNTS_PER_CHUNK = 2**21
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def compare(
 ) -> PairedComparison:
     """Compare two measurements of the same metric on the same items."""
     _check_pair(new, base, confidence, resamples)
-    differences, ratios = _resampled(new, base, resamples, seed)
+    differences, ratios = _bootstrap(new, base, resamples, seed)
     gained, lost = _discordant(new, base)
     perplexities = new.metric == "perplexity"
     return PairedComparison(
@@ -119,7 +119,7 @@ def _check_pair(new: EvalResult, base: EvalResult, confidence: float, resamples:
     if new.metric != base.metric:
         raise DataError(f"{new.metric} and {base.metric} cannot be compared: measure both models by the same metric.")
     same_items = len(new.items) == len(base.items) and new.settings == base.settings
-    same_items = same_items and _alike(new.weights, base.weights) and _alike(new.labels, base.labels)
+    same_items = same_items and _equal_or_none(new.weights, base.weights) and _equal_or_none(new.labels, base.labels)
     if new.data != base.data or not same_items:
         raise DataError(
             f"The two models were not measured on the same items ({len(new.items):,} of {new.data}, "
@@ -127,13 +127,13 @@ def _check_pair(new: EvalResult, base: EvalResult, confidence: float, resamples:
         )
 
 
-def _alike(first: np.ndarray | None, second: np.ndarray | None) -> bool:
+def _equal_or_none(first: np.ndarray | None, second: np.ndarray | None) -> bool:
     if first is None or second is None:
         return first is second
     return np.array_equal(first, second)
 
 
-def _resampled(new: EvalResult, base: EvalResult, resamples: int, seed: int) -> tuple[np.ndarray, np.ndarray | None]:
+def _bootstrap(new: EvalResult, base: EvalResult, resamples: int, seed: int) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the difference in each resample and, for perplexity, the ratio. [resamples]"""
     differences, ratios = [], []
     for counts in _sample_counts(len(new.items), resamples, seed):
@@ -147,7 +147,7 @@ def _resampled(new: EvalResult, base: EvalResult, resamples: int, seed: int) -> 
 def _sample_counts(items: int, resamples: int, seed: int) -> Iterator[np.ndarray]:
     """Yield how often each item occurs in each resample, in chunks of resamples. [resamples, items]"""
     generator = np.random.Generator(np.random.PCG64(seed))
-    step = max(1, _COUNTS_AT_ONCE // items)
+    step = max(1, _COUNTS_PER_CHUNK // items)
     for start in range(0, resamples, step):
         rows = min(step, resamples - start)
         sampled = generator.integers(0, items, (rows, items)) + items * np.arange(rows)[:, None]
@@ -172,7 +172,7 @@ def _interval(values: np.ndarray, items: int, confidence: float) -> tuple[float,
     return float(low), float(high)
 
 
-def _is_right(quality: EvalResult) -> np.ndarray | None:
+def _correct_predictions(quality: EvalResult) -> np.ndarray | None:
     """Return which predictions are correct, or None if the metric has no correct ones. [items]"""
     if quality.predictions is None or quality.labels is None or quality.metric in ("spearman", "pearson"):
         return None
@@ -180,14 +180,14 @@ def _is_right(quality: EvalResult) -> np.ndarray | None:
 
 
 def _discordant(new: EvalResult, base: EvalResult) -> tuple[int | None, int | None]:
-    right, right_before = _is_right(new), _is_right(base)
+    right, right_before = _correct_predictions(new), _correct_predictions(base)
     if right is None or right_before is None:
         return None, None
     return int((right & ~right_before).sum()), int((right_before & ~right).sum())
 
 
 def _flips(new: EvalResult, base: EvalResult) -> float | None:
-    if _is_right(new) is None or new.predictions is None or base.predictions is None:
+    if _correct_predictions(new) is None or new.predictions is None or base.predictions is None:
         return None
     return float((new.predictions != base.predictions).mean())
 
@@ -202,5 +202,5 @@ def _divergence(new: EvalResult, base: EvalResult) -> float | None:
 def _worst(new: EvalResult, base: EvalResult) -> tuple[Change, ...]:
     """Return the items that got worse the most, worst first."""
     gain = (new.items - base.items) * (1 if new.higher_is_better else -1)
-    order = np.argsort(gain, kind="stable")[:_WORST]
+    order = np.argsort(gain, kind="stable")[:_NUM_WORST]
     return tuple(Change(int(item), float(base.items[item]), float(new.items[item])) for item in order if gain[item] < 0)

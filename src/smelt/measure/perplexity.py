@@ -54,8 +54,8 @@ def perplexity(
     stride = context if stride is None else stride
     check_positive(batch_size=batch_size, limit=limit)
     check_context(model, context, stride)
-    cache = cache_in(model, kv)
-    tokens = tokens_of(model, data, limit)
+    cache = cache_factory(model, kv)
+    tokens = tokenize(model, data, limit)
     windows = list(windows_over(len(tokens), context, stride))
     losses: list[float] = []
     with eval_mode(model.network):
@@ -74,7 +74,7 @@ def perplexity(
     )
 
 
-def cache_in(model: Model, kv: str | None) -> NewCache | None:
+def cache_factory(model: Model, kv: str | None) -> NewCache | None:
     """Return a factory of KV caches in format `kv` or the model's own; None if the KV cache is not quantized."""
     kv_format = model.kv if kv is None else KVCacheFormat(kv)
     if kv_format is None:
@@ -99,7 +99,7 @@ def check_context(model: Model, context: int, stride: int) -> None:
         )
 
 
-def tokens_of(model: Model, data: TextData, limit: int | None) -> Tensor:
+def tokenize(model: Model, data: TextData, limit: int | None) -> Tensor:
     """Tokenize the text and return its first `limit` tokens, or all. [tokens]"""
     tokenizer: PreTrainedTokenizerBase | None = model.tokenizer
     if tokenizer is None:

@@ -41,13 +41,15 @@ def evaluate_task(
     outputs: Outputs = partial(_outputs, model, max_length, batch_size, progress)
     logits = None if embedding else outputs(data, lambda batch: model.network(**batch).logits)
     labels = data.labels if numbers else _model_labels(model, data)
-    predictions = _closeness(model, data, outputs) if logits is None else _predictions(logits, labels, data, numbers)
+    predictions = (
+        _cosine_similarities(model, data, outputs) if logits is None else _predictions(logits, labels, data, numbers)
+    )
     return EvalResult(
         metric=metric,
         value=float(METRICS[metric](predictions, labels)),
         higher_is_better=True,
         data=data.name,
-        items=_closeness_in_rank(predictions, labels) if numbers else (predictions == labels).astype(np.float64),
+        items=_rank_agreement(predictions, labels) if numbers else (predictions == labels).astype(np.float64),
         predictions=predictions,
         labels=labels,
         logits=logits,
@@ -93,8 +95,8 @@ def _checked_metric(metric: str | None, numbers: bool) -> str:
     if metric is None:
         return allowed[0]
     if metric not in allowed:
-        what = "numbers" if numbers else "classes"
-        raise DataError(f"The metric '{metric}' does not fit labels that are {what}: use {' or '.join(allowed)}.")
+        label_type = "numbers" if numbers else "classes"
+        raise DataError(f"The metric '{metric}' does not fit labels that are {label_type}: use {' or '.join(allowed)}.")
     return metric
 
 
@@ -117,25 +119,25 @@ def _predictions(logits: np.ndarray, labels: np.ndarray, data: LabeledData, numb
     return logits.argmax(axis=1)
 
 
-def _closeness(model: Model, data: LabeledData, outputs: Outputs) -> np.ndarray:
+def _cosine_similarities(model: Model, data: LabeledData, outputs: Outputs) -> np.ndarray:
     """Return the cosine similarity of each pair's embeddings. [items]"""
     if data.second is None:
         raise DataError(
             f"{data.name} has single texts, but an embedding model is evaluated on pairs: name a second column."
         )
-    first = outputs(replace(data, second=None), partial(_embedded, model))
-    second = outputs(replace(data, first=data.second, second=None), partial(_embedded, model))
+    first = outputs(replace(data, second=None), partial(_embed, model))
+    second = outputs(replace(data, first=data.second, second=None), partial(_embed, model))
     return (first * second).sum(axis=1, dtype=np.float64)
 
 
-def _embedded(model: Model, inputs: Batch) -> Tensor:
+def _embed(model: Model, inputs: Batch) -> Tensor:
     """Return the normalized mean of the last hidden states over non-padding tokens. [rows, hidden size]"""
     states = model.network(**inputs).last_hidden_state  # [rows, tokens, hidden size]
     mask = inputs["attention_mask"][:, :, None].to(states.dtype)
     return normalize((states * mask).sum(dim=1) / mask.sum(dim=1), dim=1)
 
 
-def _closeness_in_rank(predictions: np.ndarray, labels: np.ndarray) -> np.ndarray:
+def _rank_agreement(predictions: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Return 1 for items with equal ranks in predictions and labels, approaching 0 as the ranks diverge. [items]"""
     counts = np.ones(len(labels))
     return 1 - np.abs(ranks(predictions, counts) - ranks(labels, counts)) / len(labels)

@@ -30,7 +30,7 @@ from smelt.models.families import (
 )
 from smelt.models.quantized import QuantizedLinear
 
-Kind = Literal["heads", "ffn_channels", "channels"]
+PartKind = Literal["heads", "ffn_channels", "channels"]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Part:
     Unit i owns `rows_per_unit[j]` output rows of input projection j and `columns_per_unit` input columns of `output`.
     """
 
-    kind: Kind
+    kind: PartKind
     block: int
     path: str  # of the module that runs the part; path and kind form its name
     units: int
@@ -250,8 +250,8 @@ def _block(family: Family, config: Any, residual: Residual, index: int, path: st
     return Block(index, path, module, tuple(parts))
 
 
-def _projection(block: nn.Module, block_path: str, path: str, part: int = 0, parts: int = 1) -> Projection:
-    return Projection(block.get_submodule(path), f"{block_path}.{path}", part, parts)
+def _projection(block: nn.Module, block_path: str, path: str, chunk: int = 0, num_chunks: int = 1) -> Projection:
+    return Projection(block.get_submodule(path), f"{block_path}.{path}", chunk, num_chunks)
 
 
 def _attention(paths: AttentionPaths, index: int, path: str, block: nn.Module) -> Part:
@@ -264,9 +264,9 @@ def _attention(paths: AttentionPaths, index: int, path: str, block: nn.Module) -
             "heads", index, f"{path}.{paths.owner}", 0, original, (), (), output, width, owner,
             attention=paths, head_dim=head_dim,
         )  # fmt: skip
-    parts = 3 if paths.fused else 1
+    num_chunks = 3 if paths.fused else 1
     input_projections = tuple(
-        _projection(block, path, name, position if paths.fused else 0, parts)
+        _projection(block, path, name, position if paths.fused else 0, num_chunks)
         for position, name in enumerate((paths.queries, paths.keys, paths.values))
     )
     units = input_projections[1].out_features // head_dim

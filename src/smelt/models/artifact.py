@@ -24,7 +24,7 @@ from smelt.models.json_file import read_object
 from smelt.models.kv_cache import KVCacheFormat
 from smelt.models.model import Model
 from smelt.models.network import empty_network, parameters_on_meta
-from smelt.models.quantized import FACTORS, prepare_quantized_layers, quantized_layers
+from smelt.models.quantized import LOW_RANK_NAMES, prepare_quantized_layers, quantized_layers
 from smelt.models.surgery import restore_shape
 from smelt.models.tokenizer import load_tokenizer
 from smelt.models.weights import TensorHeader, read_headers, read_safetensors
@@ -155,15 +155,17 @@ def checked_shape(anatomy: Anatomy, shape: Any, folder: Path) -> list[dict[str, 
     return shape
 
 
-def check_shapes(network: nn.Module, held: dict[str, tuple[int, ...]], folder: Path) -> None:
+def check_shapes(network: nn.Module, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
     """Check that the file holds every tensor of the network, except tied ones, in the right shape."""
-    _add_biases(network, held)
+    _add_biases(network, shapes)
     tied = set(getattr(network, "all_tied_weights_keys", {}))
     for name, tensor in network.state_dict().items():
-        if name not in held and name not in tied:
+        if name not in shapes and name not in tied:
             raise ModelError(f"{folder}: the weights lack {name}.")
-        if name in held and held[name] != tuple(tensor.shape):
-            raise ModelError(f"{folder}: {name} is {list(held[name])} and not {list(tensor.shape)} as smelt.json says.")
+        if name in shapes and shapes[name] != tuple(tensor.shape):
+            raise ModelError(
+                f"{folder}: {name} is {list(shapes[name])} and not {list(tensor.shape)} as smelt.json says."
+            )
 
 
 def _check_packed(network: nn.Module, headers: dict[str, TensorHeader], folder: Path) -> None:
@@ -171,7 +173,7 @@ def _check_packed(network: nn.Module, headers: dict[str, TensorHeader], folder: 
     for path, layer in quantized_layers(network).items():
         for name, tensor in layer.named_buffers():
             dtype = headers[f"{path}.{name}"].torch_dtype
-            if dtype != tensor.dtype and name not in FACTORS:
+            if dtype != tensor.dtype and name not in LOW_RANK_NAMES:
                 raise ModelError(f"{folder}: {path}.{name} is {dtype} and not {tensor.dtype} as smelt.json says.")
         known = {f"{path}.{name}" for name in layer.state_dict()}
         unknown = next((name for name in headers if name.startswith(f"{path}.") and name not in known), None)
@@ -179,11 +181,11 @@ def _check_packed(network: nn.Module, headers: dict[str, TensorHeader], folder: 
             raise ModelError(f"{folder}: the weights contain {unknown}, which smelt.json does not describe.")
 
 
-def _add_biases(network: nn.Module, held: dict[str, tuple[int, ...]]) -> None:
+def _add_biases(network: nn.Module, shapes: dict[str, tuple[int, ...]]) -> None:
     """Add the biases that are in the file but not in the network: a repair may have added them."""
     for part in anatomy_of(network).parts:
         module = part.output.module
-        if module.bias is None and f"{part.output.path}.bias" in held:
+        if module.bias is None and f"{part.output.path}.bias" in shapes:
             module.bias = nn.Parameter(torch.empty(part.output.out_features, device="meta"))
             module.smelt_added_bias = True
 
@@ -226,7 +228,7 @@ def layer_fields(anatomy: Anatomy) -> dict[str, Any]:
         if len(set(sizes.get("experts", []))) == 1:  # otherwise keep the list, for which transformers has no field
             sizes["experts"] = sizes["experts"][0]
         layers[str(block.index)] = {names[size_name]: size for size_name, size in sizes.items() if size_name in names}
-    if not names or not _was_cut(anatomy):
+    if not names or not _is_pruned(anatomy):
         return {}
     first = layers["0"]
     equal = all(layer == first for layer in layers.values())
@@ -235,7 +237,7 @@ def layer_fields(anatomy: Anatomy) -> dict[str, Any]:
     return {"per_layer_config": layers}
 
 
-def _was_cut(anatomy: Anatomy) -> bool:
+def _is_pruned(anatomy: Anatomy) -> bool:
     return any(part.units != part.original_units for part in anatomy.parts)
 
 

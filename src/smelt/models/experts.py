@@ -37,21 +37,21 @@ class SeparateExperts(nn.ModuleList):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         output = torch.zeros_like(hidden_states)  # [tokens, hidden]
-        for expert, indices in zip(self, self.places(top_k_index), strict=True):
+        for expert, indices in zip(self, self.routed_indices(top_k_index), strict=True):
             if len(indices):
                 tokens = indices // top_k_index.shape[-1]
                 weighted = expert(hidden_states[tokens]) * top_k_weights.flatten()[indices, None]
                 output.index_add_(0, tokens, weighted.to(output.dtype))
         return output
 
-    def places(self, top_k_index: Tensor) -> Sequence[Tensor]:
+    def routed_indices(self, top_k_index: Tensor) -> Sequence[Tensor]:
         """Return each expert's indices into the flattened `top_k_index` [tokens * top_k], in token order."""
         flat = top_k_index.flatten()
         return torch.argsort(flat, stable=True).split(torch.bincount(flat, minlength=len(self)).tolist())
 
     def tokens(self, top_k_index: Tensor) -> list[Tensor]:
         """Return the positions of the tokens routed to each expert, in the order it receives them."""
-        return [indices // top_k_index.shape[-1] for indices in self.places(top_k_index)]
+        return [indices // top_k_index.shape[-1] for indices in self.routed_indices(top_k_index)]
 
 
 @torch.no_grad()
@@ -64,11 +64,11 @@ def split_experts(network: PreTrainedModel) -> PreTrainedModel:
     for path, module in list(network.named_modules()):
         if path.endswith(f".{paths.owner}") and not isinstance(module, SeparateExperts):
             parent, _, name = path.rpartition(".")
-            setattr(network.get_submodule(parent), name, _separated(module, paths))
+            setattr(network.get_submodule(parent), name, _split_fused(module, paths))
     return network
 
 
-def _separated(fused: Any, names: ExpertPaths) -> SeparateExperts:
+def _split_fused(fused: Any, names: ExpertPaths) -> SeparateExperts:
     experts = []
     for gate_up, down in zip(fused.gate_up_proj, fused.down_proj, strict=True):  # [2 * inner, hidden], [hidden, inner]
         gate, up, out = (_linear(weight, fused.down_proj.requires_grad) for weight in (*gate_up.chunk(2), down))
@@ -76,10 +76,10 @@ def _separated(fused: Any, names: ExpertPaths) -> SeparateExperts:
     return SeparateExperts(experts).train(fused.training)
 
 
-def _linear(weight: Tensor, trained: bool) -> nn.Linear:
+def _linear(weight: Tensor, requires_grad: bool) -> nn.Linear:
     rows, columns = weight.shape
     layer = nn.Linear(columns, rows, bias=False, device="meta")
     layer.weight = nn.Parameter(
-        weight.clone(), requires_grad=trained
+        weight.clone(), requires_grad=requires_grad
     )  # own storage, so that it can be freed separately
     return layer

@@ -8,14 +8,16 @@ from typing import Any
 
 from smelt.errors import ModelError
 
-_LARGEST_FILE = 64 * 2**20
+_MAX_FILE_BYTES = 64 * 2**20
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """Read the JSON object in a file; raise a ModelError that names the file if it is invalid."""
     try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise ModelError(f"{path} is larger than {_LARGEST_FILE // 2**20} MiB, too large for the JSON of a model.")
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise ModelError(
+                f"{path} is larger than {_MAX_FILE_BYTES // 2**20} MiB, too large for the JSON of a model."
+            )
         raw = path.read_bytes()
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
@@ -25,7 +27,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def parse_object(raw: bytes, where: str) -> dict[str, Any]:
     """Parse the JSON object in `raw`; `where` names it in errors."""
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_repeats)
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_reject_duplicate_keys)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{where} is not valid JSON ({one_line(error)}).") from error
     if not isinstance(value, dict):
@@ -33,10 +35,10 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        raise ValueError("a key is given twice")
+        raise ValueError("a key appears twice")
     return value
 
 

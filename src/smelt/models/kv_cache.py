@@ -22,47 +22,47 @@ from smelt.numerics.catalog import get_format
 from smelt.numerics.format import PER_ROW, PER_TENSOR, Format, QuantizedTensor
 
 UNPACKED = "none"  # no format: stored in the network's dtype
-KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 class PackedRows:
-    """A growing tensor [batch, heads, tokens, width], quantized row by row; unquantized if the format is None."""
+    """A growing tensor [batch, heads, tokens, head_dim], quantized row by row; unquantized if the format is None."""
 
     def __init__(self, number_format: Format | None, clip: float, rotate: bool) -> None:
         self.format, self.clip, self.rotate = number_format, clip, rotate
         self.tensors: dict[str, Tensor] = {}  # all [batch, heads, tokens, ...]
-        self.width, self.dtype = 0, torch.float32
+        self.head_dim, self.dtype = 0, torch.float32
 
     def append(self, x: Tensor) -> None:
-        self.width, self.dtype = x.shape[-1], x.dtype
-        new = self._packed(x)
+        self.head_dim, self.dtype = x.shape[-1], x.dtype
+        new = self._quantize(x)
         self.tensors = {
             name: torch.cat((self.tensors[name], tensor), dim=2) if self.tensors else tensor
             for name, tensor in new.items()
         }
 
-    def _packed(self, x: Tensor) -> dict[str, Tensor]:
+    def _quantize(self, x: Tensor) -> dict[str, Tensor]:
         if self.format is None:
             return {"values": x}
         x = hadamard_transform(x) if self._rotates else x
         grouped = self.format.split_groups(x)
-        grid = self.format.compute_qparams(grouped, clip_ratio=self.clip, tensor_amax=self.format.tensor_amax(x))
-        codes = self.format.quantize_groups(grouped, grid).flatten(-2)[..., : self.width]
+        qparams = self.format.compute_qparams(grouped, clip_ratio=self.clip, tensor_amax=self.format.tensor_amax(x))
+        codes = self.format.quantize_groups(grouped, qparams).flatten(-2)[..., : self.head_dim]
         rows = (*x.shape[:3], 1, 1)
         return {  # store per-tensor values with every row, since later tokens have their own
             name: tensor.expand(rows) if name == "tensor" else tensor
-            for name, tensor in QuantizedTensor(self.format, codes, grid).pack().items()
+            for name, tensor in QuantizedTensor(self.format, codes, qparams).pack().items()
         }
 
-    def values(self) -> Tensor:  # [batch, heads, tokens, width]
+    def values(self) -> Tensor:  # [batch, heads, tokens, head_dim]
         if self.format is None:
             return self.tensors["values"]
-        x = QuantizedTensor.from_packed(self.format, self.tensors, self.width).dequantize()
+        x = QuantizedTensor.from_packed(self.format, self.tensors, self.head_dim).dequantize()
         return (hadamard_transform(x, inverse=True) if self._rotates else x).to(self.dtype)
 
     @property
     def _rotates(self) -> bool:
-        return self.rotate and hadamard_order(self.width) is not None
+        return self.rotate and hadamard_order(self.head_dim) is not None
 
     @property
     def tokens(self) -> int:
@@ -72,9 +72,9 @@ class PackedRows:
     def nbytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
-    def change(self, make: Callable[[Tensor], Tensor]) -> None:
-        """Apply `make` to every tensor, codes and scales alike."""
-        self.tensors = {name: make(tensor) for name, tensor in self.tensors.items()}
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Apply `function` to every tensor, codes and scales alike."""
+        self.tensors = {name: function(tensor) for name, tensor in self.tensors.items()}
 
 
 class PackedLayer(DynamicLayer):
@@ -108,27 +108,27 @@ class PackedLayer(DynamicLayer):
         if tokens_to_remove > 0:
             raise ValueError("the number of tokens to remove must be negative or 0")
         if tokens_to_remove:
-            self._change(lambda tensor: tensor[:, :, :tokens_to_remove].contiguous())
+            self._map_tensors(lambda tensor: tensor[:, :, :tokens_to_remove].contiguous())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._change(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        self._map_tensors(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._change(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+        self._map_tensors(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._change(lambda tensor: tensor[indices])
+        self._map_tensors(lambda tensor: tensor[indices])
 
     def offload(self) -> None:
-        self._change(lambda tensor: tensor.to("cpu", non_blocking=True))
+        self._map_tensors(lambda tensor: tensor.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
         if self.is_initialized:
-            self._change(lambda tensor: tensor.to(self.device, non_blocking=True))
+            self._map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True))
 
-    def _change(self, make: Callable[[Tensor], Tensor]) -> None:
+    def _map_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
         for rows in self.rows:
-            rows.change(make)
+            rows.map_tensors(function)
 
 
 class QuantizedKVCache(Cache):
@@ -150,7 +150,7 @@ class QuantizedKVCache(Cache):
     ) -> None:
         formats = {True: _row_format(number_format), False: _row_format(values or number_format)}
         text = config.get_text_config(decoder=True)
-        unknown = set(getattr(text, "layer_types", None) or ()) - KINDS
+        unknown = set(getattr(text, "layer_types", None) or ()) - ATTENTION_LAYER_TYPES
         if unknown:
             raise ModelError(
                 f"a quantized KV cache needs attention layers; this network has {', '.join(sorted(unknown))}."
@@ -199,16 +199,16 @@ class KVCacheFormat:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, plain: Any, place: str) -> KVCacheFormat:
+    def from_json(cls, plain: Any, where: str) -> KVCacheFormat:
         """Parse an untrusted description; raise unless it has the form that `to_json` writes."""
         known = {"format": (str,), "values": (str, type(None)), "clip": (float,), "rotate_keys": (bool,)}
         if not isinstance(plain, dict) or any(type(value) not in known.get(key, ()) for key, value in plain.items()):
-            raise ModelError(f"{place}: this does not describe a KV cache format: {plain!r}.")
+            raise ModelError(f"{where}: this does not describe a KV cache format: {plain!r}.")
         kv_format = cls(**plain)
         try:
             kv_format.check()
         except FormatError as error:
-            raise ModelError(f"{place}: {error}") from error
+            raise ModelError(f"{where}: {error}") from error
         return kv_format
 
 
@@ -217,9 +217,9 @@ def _check_clip(clip: float) -> None:
         raise FormatError(f"the clip ratio of a KV cache must be between 0 and 1, not {clip}.")
 
 
-def _row_format(given: str | Format) -> Format | None:
+def _row_format(name_or_format: str | Format) -> Format | None:
     """Return the format of a row; per-tensor scales become per-row scales, since the tensor is still growing."""
-    if given == UNPACKED:
+    if name_or_format == UNPACKED:
         return None
-    number_format = get_format(given) if isinstance(given, str) else given
+    number_format = get_format(name_or_format) if isinstance(name_or_format, str) else name_or_format
     return replace(number_format, group_size=PER_ROW) if number_format.group_size == PER_TENSOR else number_format

@@ -148,7 +148,7 @@ def _packed_network(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype
     config.tie_word_embeddings = config.tie_word_embeddings and "lm_head" not in packed
     with parameters_on_meta():
         network = empty_network(config, where, "cpu")
-    tensors = gguf_tensors(file, config, leave_out={f"{path}.weight" for path in packed})
+    tensors = gguf_tensors(file, config, exclude={f"{path}.weight" for path in packed})
     state = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     for path in list(packed):
         bias = state.pop(f"{path}.bias", None)

@@ -111,15 +111,15 @@ def fill_network(empty: PreTrainedModel, tensors: dict[str, Tensor], dtype: torc
 def _check_report(report: dict[str, Any], where: str) -> None:
     mismatched = sorted(name for name, *_ in report["mismatched_keys"])
     if mismatched:
-        raise ModelError(f"{where}: {_some(mismatched)} of another shape in the weights than in the config.")
+        raise ModelError(f"{where}: {_list_names(mismatched)} of another shape in the weights than in the config.")
     missing = sorted(name for name in report["missing_keys"] if not name.startswith(_HARMLESS_WHEN_MISSING))
     if missing:
-        raise ModelError(f"{where}: {_some(missing)} missing from the weights; Smelt does not make up weights.")
+        raise ModelError(f"{where}: {_list_names(missing)} missing from the weights; Smelt does not make up weights.")
     if report["error_msgs"]:
         raise ModelError(f"{where} cannot be loaded ({' '.join(' '.join(report['error_msgs']).split())[:200]}).")
 
 
-def _some(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     if len(names) == 1:
         return f"{names[0]} is"
     return f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''} are"

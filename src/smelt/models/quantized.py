@@ -1,7 +1,7 @@
 """Linear layers with a quantized weight, and how they replace the layers of a network.
 
 A `QuantizationScheme` describes such a layer as plain data, enough to allocate it before its tensors are loaded. A
-kernel computes the matmul; `path` names the selected kernel.
+kernel computes the matmul; `backend` names the selected kernel.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from smelt.numerics.format import PER_TENSOR, Format, QuantizedTensor, packed_sh
 from smelt.numerics.packing import pack, unpack
 
 STATIC_SCALE = "input_scale"
-GRID = ("scale", "zero", "negative", "tensor")
-FACTORS = ("down", "up")
+QPARAM_NAMES = ("scale", "zero", "negative", "tensor")
+LOW_RANK_NAMES = ("down", "up")
 
 
 @dataclass(frozen=True)
@@ -53,28 +53,28 @@ class QuantizationScheme:
         return plain
 
     @classmethod
-    def from_json(cls, plain: Any, place: str) -> QuantizationScheme:
+    def from_json(cls, plain: Any, where: str) -> QuantizationScheme:
         """Parse an untrusted description; raise unless it has the form that `to_json` writes."""
         known = {"weight": str, "inputs": str, "static": bool, "hadamard": bool, "rank": int, "clip": float}
         if not isinstance(plain, dict) or any(type(value) is not known.get(key) for key, value in plain.items()):
-            raise ModelError(f"{place}: this is not the description of a quantized layer: {plain!r}.")
+            raise ModelError(f"{where}: this is not the description of a quantized layer: {plain!r}.")
         try:
             weight, inputs = get_format(plain.get("weight", "")), plain.get("inputs")
             scheme = cls(weight, None if inputs is None else get_format(inputs), plain.get("static", False))
         except FormatError as error:
-            raise ModelError(f"{place}: {error}") from error
+            raise ModelError(f"{where}: {error}") from error
         if scheme.static and (scheme.inputs is None or not scheme.inputs.has_scale_only):
-            raise ModelError(f"{place}: a static scale is not possible for inputs in the format {inputs!r}.")
+            raise ModelError(f"{where}: a static scale is not possible for inputs in the format {inputs!r}.")
         rank, clip = plain.get("rank", 0), plain.get("clip", 1.0)
         if not 0 <= rank <= 65536:
-            raise ModelError(f"{place}: a rank of {rank} is not possible.")
+            raise ModelError(f"{where}: a rank of {rank} is not possible.")
         if not 0 < clip <= 1:
-            raise ModelError(f"{place}: inputs cannot be clipped at {clip} of their range.")
+            raise ModelError(f"{where}: inputs cannot be clipped at {clip} of their range.")
         return cls(scheme.weight, scheme.inputs, scheme.static, plain.get("hadamard", False), rank, clip)
 
 
 @dataclass(frozen=True)
-class _Chosen:
+class _SelectedKernel:
     """A selected kernel and its operands. It keeps the tensors alive, so that their ids stay unique."""
 
     key: tuple[Any, ...]
@@ -103,8 +103,8 @@ class QuantizedLinear(nn.Module):
             self.register_buffer("up", torch.empty(out_features, scheme.rank, dtype=dtype, device="meta"))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device="meta"), False) if bias else None
         self.round_inputs: Callable[[Tensor], Tensor] | None = None  # overrides the input format of the scheme
-        self._chosen: _Chosen | None = None
-        self._decoded: Tensor | None = None
+        self._selected: _SelectedKernel | None = None
+        self._dequantized: Tensor | None = None
 
     @classmethod
     def from_quantized(
@@ -121,10 +121,10 @@ class QuantizedLinear(nn.Module):
             layer.bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
         return layer
 
-    def set_static_input_scale(self, largest: Tensor) -> None:
+    def set_static_input_scale(self, amax: Tensor) -> None:
         """Set the static scale from each input's largest magnitude over the calibration data."""
         assert self.scheme.inputs is not None
-        scale = self.scheme.inputs.compute_qparams(largest.reshape(1, 1, -1), clip_ratio=self.scheme.clip).scale
+        scale = self.scheme.inputs.compute_qparams(amax.reshape(1, 1, -1), clip_ratio=self.scheme.clip).scale
         setattr(self, STATIC_SCALE, scale.float().reshape(1, 1, 1))
 
     def add_low_rank_factors(self, down: Tensor, up: Tensor) -> None:
@@ -135,12 +135,12 @@ class QuantizedLinear(nn.Module):
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep these outputs, in this order, and remove all others (each row is packed separately)."""
-        shared = set(GRID) if self.scheme.weight.group_size == PER_TENSOR else {"tensor"}
-        for name in {"codes", *GRID, "up"} - shared:
-            self._keep(name, 0, rows)
+        shared = set(QPARAM_NAMES) if self.scheme.weight.group_size == PER_TENSOR else {"tensor"}
+        for name in {"codes", *QPARAM_NAMES, "up"} - shared:
+            self._select_in_buffer(name, 0, rows)
         if self.bias is not None:
             self.bias = nn.Parameter(self.bias.detach().index_select(0, rows), requires_grad=False)
-        self.out_features, self._chosen = len(rows), None
+        self.out_features, self._selected = len(rows), None
 
     def keep_columns(self, columns: Tensor) -> None:
         """Keep these inputs, in this order. Inputs that end up in one group must have shared a scale before."""
@@ -155,12 +155,12 @@ class QuantizedLinear(nn.Module):
             raise ModelError(f"{size} inputs of a layer share a scale: keep or remove them together.")
         codes = unpack(self.packed.tensors["codes"], weight_format.bits, self.in_features).index_select(1, columns)
         self.register_buffer("codes", pack(codes, weight_format.bits))
-        for name in set(GRID) - {"tensor"}:
-            self._keep(name, 1, kept_groups)
-        self._keep("down", 1, columns)
-        self.in_features, self._chosen = len(columns), None
+        for name in set(QPARAM_NAMES) - {"tensor"}:
+            self._select_in_buffer(name, 1, kept_groups)
+        self._select_in_buffer("down", 1, columns)
+        self.in_features, self._selected = len(columns), None
 
-    def _keep(self, name: str, dimension: int, index: Tensor) -> None:
+    def _select_in_buffer(self, name: str, dimension: int, index: Tensor) -> None:
         buffer = self._buffers.get(name)
         if buffer is not None:
             self.register_buffer(name, buffer.index_select(dimension, index).contiguous())
@@ -187,7 +187,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def packed(self) -> PackedMatrix:
-        tensors = {name: getattr(self, name) for name in ("codes", *GRID) if hasattr(self, name)}
+        tensors = {name: getattr(self, name) for name in ("codes", *QPARAM_NAMES) if hasattr(self, name)}
         return PackedMatrix(self.scheme.weight, self.out_features, self.in_features, tensors)
 
     @property
@@ -202,42 +202,42 @@ class QuantizedLinear(nn.Module):
         return self.packed.unpack().dequantize()
 
     @property
-    def path(self) -> str:
+    def backend(self) -> str:
         """The name of the kernel that the last forward used."""
-        return self._chosen.kernel.name if self._chosen else "none yet"
+        return self._selected.kernel.name if self._selected else "none yet"
 
     def forward(self, x: Tensor) -> Tensor:
         if self.scheme.hadamard:
             x = hadamard_transform(x)
         rounded = x if self.round_inputs is None else self.round_inputs(x)
-        if self._decoded is not None:
+        if self._dequantized is not None:
             y = F.linear(
-                rounded if self.inputs is None else self.inputs.fake_quantize(rounded), self._decoded, self.bias
+                rounded if self.inputs is None else self.inputs.fake_quantize(rounded), self._dequantized, self.bias
             )
         else:
-            choice = self._choice(x.dtype)
+            selected = self._select_kernel(x.dtype)
             if torch.compiler.is_compiling():  # torch.compile must reach all tensors from the module
-                assert self._chosen is not None
-                y = self._chosen.kernel.run(rounded, self.packed, self.inputs, self.bias, self._chosen.prepared)
+                assert self._selected is not None
+                y = self._selected.kernel.run(rounded, self.packed, self.inputs, self.bias, self._selected.prepared)
             else:
-                y = choice.kernel.run(rounded, choice.packed, choice.inputs, self.bias, choice.prepared)
+                y = selected.kernel.run(rounded, selected.packed, selected.inputs, self.bias, selected.prepared)
         if self.scheme.rank:
             y = y + (x @ self.down.T.to(x.dtype)) @ self.up.T.to(x.dtype)
         return y
 
     @torch.compiler.assume_constant_result
-    def _choice(self, dtype: torch.dtype) -> _Chosen:
+    def _select_kernel(self, dtype: torch.dtype) -> _SelectedKernel:
         """Return the selected kernel; reselect if the dtype, the tensors or the forced backend changed."""
         key = (dtype, forced_backend(), *map(id, self._buffers.values()))
-        if self._chosen is None or self._chosen.key != key:
+        if self._selected is None or self._selected.key != key:
             packed, inputs = self.packed, self.inputs
             kernel = select_kernel(packed, inputs, dtype)
-            self._chosen = _Chosen(key, kernel, packed, inputs, kernel.prepare(packed, inputs))
-        return self._chosen
+            self._selected = _SelectedKernel(key, kernel, packed, inputs, kernel.prepare(packed, inputs))
+        return self._selected
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the selected kernel from copies: its prepared data can hold pointers, which cannot be copied."""
-        return {**self.__dict__, "_chosen": None}
+        return {**self.__dict__, "_selected": None}
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.scheme.to_json()}"
@@ -248,12 +248,12 @@ def dequantized_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[None]
     """Cache the dequantized weights inside the context, for many passes over one block if memory allows."""
     layers = [layer for layer in module.modules() if isinstance(layer, QuantizedLinear)]
     for layer in layers:
-        layer._decoded = layer.weight.to(dtype)
+        layer._dequantized = layer.weight.to(dtype)
     try:
         yield
     finally:
         for layer in layers:
-            layer._decoded = None
+            layer._dequantized = None
 
 
 def linear_weight(module: nn.Module) -> Tensor:
@@ -275,16 +275,16 @@ def quantized_layers(network: nn.Module) -> dict[str, QuantizedLinear]:
     return {path: module for path, module in network.named_modules() if isinstance(module, QuantizedLinear)}
 
 
-def prepare_quantized_layers(network: nn.Module, schemes: Any, place: str) -> None:
+def prepare_quantized_layers(network: nn.Module, schemes: Any, where: str) -> None:
     """Replace the named layers of a freshly built network by quantized ones without tensors."""
     if not isinstance(schemes, dict):
-        raise ModelError(f"{place}: the list of quantized layers is invalid.")
+        raise ModelError(f"{where}: the list of quantized layers is invalid.")
     plain = {path: module for path, module in network.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     for path, description in schemes.items():
         if path not in plain:
-            raise ModelError(f"{place}: {path} is not a linear layer of this network.")
+            raise ModelError(f"{where}: {path} is not a linear layer of this network.")
         rows, columns = linear_weight(plain[path]).shape
-        scheme = QuantizationScheme.from_json(description, place)
+        scheme = QuantizationScheme.from_json(description, where)
         dtype = plain[path].weight.dtype
         bias = plain[path].bias is not None
         replace_module(network, path, QuantizedLinear(columns, rows, scheme, bias=bias, dtype=dtype))

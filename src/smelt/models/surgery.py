@@ -53,9 +53,9 @@ def keep_units(network: nn.Module, part: Part, keep: Sequence[int]) -> None:
     _keep_columns(part.output, expand_units(index, part.columns_per_unit))
     if part.norm is not None:
         _keep_norm(part.norm, index)
-    _remember(part, keep)
+    _record_kept_units(part, keep)
     if part.attention is not None:
-        _settle_attention(network, part, len(keep))
+        _resize_attention(network, part, len(keep))
     elif not len(keep):
         _replace_empty_output(network, part.output)
 
@@ -101,9 +101,11 @@ def expand_units(index: Tensor, width: int) -> Tensor:
 def rows_to_keep(part: Part, index: Tensor) -> list[tuple[nn.Module, Tensor]]:
     """Return each input module once with its rows to keep; a fused module keeps the same units in each chunk."""
     rows: dict[int, tuple[nn.Module, list[Tensor]]] = {}
-    for projection, span in zip(part.input_projections, part.rows_per_unit, strict=True):
+    for projection, rows_per_unit in zip(part.input_projections, part.rows_per_unit, strict=True):
         offset = projection.chunk * projection.out_features
-        rows.setdefault(id(projection.module), (projection.module, []))[1].append(offset + expand_units(index, span))
+        rows.setdefault(id(projection.module), (projection.module, []))[1].append(
+            offset + expand_units(index, rows_per_unit)
+        )
     return [(module, torch.cat(indices)) for module, indices in rows.values()]
 
 
@@ -146,14 +148,14 @@ def _keep_norm(norm: Any, index: Tensor) -> None:
     norm.num_features = len(index)
 
 
-def _remember(part: Part, keep: Sequence[int]) -> None:
+def _record_kept_units(part: Part, keep: Sequence[int]) -> None:
     """Record the original indices of the kept units on the module, for any later surgery."""
     kept = part.kept
     part.owner.smelt_kept_units = tuple(kept[i] for i in keep)
     part.owner.smelt_original_units = part.original_units
 
 
-def _settle_attention(network: nn.Module, part: Part, units: int) -> None:
+def _resize_attention(network: nn.Module, part: Part, units: int) -> None:
     """Update everything else in an attention module that depends on the number of heads."""
     paths, owner = part.attention, part.owner
     assert paths is not None

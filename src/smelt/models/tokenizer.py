@@ -33,7 +33,7 @@ def load_tokenizer(folder: Path, config: PreTrainedConfig) -> PreTrainedTokenize
         raise ModelError(f"the tokenizer in {folder} cannot be loaded ({one_line(error)}).") from error
 
 
-def tokenizer_of(path: Path) -> PreTrainedTokenizerBase | None:
+def load_tokenizer_only(path: Path) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer of a folder or GGUF file without importing the slow modules that load weights."""
     if path.is_file():
         from smelt.models.gguf import gguf_tokenizer, read_gguf

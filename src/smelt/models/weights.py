@@ -18,8 +18,8 @@ from smelt.models.json_file import one_line, parse_object, read_object
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_LARGEST_HEADER = 100 * 10**6
-_LARGEST_RANK = 16
+_MAX_HEADER_BYTES = 100 * 10**6
+_MAX_RANK = 16
 
 _BYTES_OF_DTYPE = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -60,7 +60,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(_LARGEST_HEADER, size - 8):
+            if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
                 raise ModelError(f"{path} is not a safetensors file or is cut off: its header does not fit into it.")
             raw = file.read(length)
     except OSError as error:
@@ -75,8 +75,8 @@ def _tensor_header(entry: Any, where: str) -> TensorHeader:
         raise ModelError(f"{where} must have a dtype, a shape and data_offsets.")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BYTES_OF_DTYPE:
-        raise ModelError(f"{where} has the dtype {_shown(dtype)}, which Smelt does not read.")
-    if not _are_sizes(shape) or len(shape) > _LARGEST_RANK:
+        raise ModelError(f"{where} has the dtype {_quote(dtype)}, which Smelt does not read.")
+    if not _are_sizes(shape) or len(shape) > _MAX_RANK:
         raise ModelError(f"{where} has an impossible shape.")
     if not _are_sizes(offsets) or len(offsets) != 2:
         raise ModelError(f"{where} has impossible data_offsets.")
@@ -90,7 +90,7 @@ def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
-def _shown(value: Any) -> str:
+def _quote(value: Any) -> str:
     """Format an untrusted value for a message; only strings are shown, since repr of nested lists can fail."""
     return f"{value!r:.100}" if isinstance(value, str) else f"of type {type(value).__name__}"
 
@@ -129,7 +129,7 @@ def _indexed_files(folder: Path) -> list[Path]:
     for name in names:
         # Plain file names only: an index must not point outside its folder.
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ModelError(f"{folder / INDEX} names {_shown(name)}, which is not a safetensors file in this folder.")
+            raise ModelError(f"{folder / INDEX} names {_quote(name)}, which is not a safetensors file in this folder.")
         if not (folder / name).is_file():
             raise ModelError(f"{folder / INDEX} names {name}, which is missing.")
     return [folder / name for name in sorted(set(names))]

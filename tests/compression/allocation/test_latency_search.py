@@ -22,10 +22,10 @@ def staircase(units: int, flat: int, start: float, slope: float) -> list[float]:
     return [start + slope * max(0, k - flat) for k in range(1, units + 1)]
 
 
-def parts(seed: int, layers: int, heads: int = 6, filters: int = 16, floor: int = 0) -> list[Candidates]:
+def parts(seed: int, layers: int, heads: int = 6, filters: int = 16, min_units: int = 0) -> list[Candidates]:
     generator = np.random.default_rng(seed)
     return [
-        Candidates(kind, generator.exponential(size=units) * generator.exponential(), 0.0, floor)
+        Candidates(kind, generator.exponential(size=units) * generator.exponential(), 0.0, min_units)
         for _ in range(layers)
         for kind, units in (("heads", heads), ("ffn_channels", filters))
     ]
@@ -41,7 +41,7 @@ def test_the_table_is_respected_and_dropping_layers_never_hurts(seed: int, keep:
     choice = search_latency(candidates, TABLES, keep)
     full = TABLES.seconds(candidates, [np.arange(len(c.importance)) for c in candidates])
     assert TABLES.seconds(candidates, choice) <= keep * full + 1e-12
-    protected = parts(seed, layers=4, floor=1)  # no layer may be dropped: the (0, 0) solution
+    protected = parts(seed, layers=4, min_units=1)  # no layer may be dropped: the (0, 0) solution
     try:
         undropped = kept_importance(protected, search_latency(protected, TABLES, keep))
     except BudgetError:
@@ -69,4 +69,4 @@ def test_a_nonlinear_table_is_met_although_the_search_fits_a_line() -> None:
 
 def test_an_impossible_latency_is_refused() -> None:
     with pytest.raises(BudgetError, match="cannot be met"):
-        search_latency(parts(0, layers=2, floor=1), TABLES, 0.05)
+        search_latency(parts(0, layers=2, min_units=1), TABLES, 0.05)

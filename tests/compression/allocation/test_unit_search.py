@@ -25,10 +25,10 @@ def brute_force(parts: list[Candidates], capacity: float) -> float:
     options = []
     for part in parts:
         units = len(part.importance)
-        floor = min(units, -(-part.floor // part.multiple) * part.multiple)
+        floor = min(units, -(-part.min_units // part.multiple) * part.multiple)
         counts = [k for k in range(units + 1) if k >= floor and ((k - floor) % part.multiple == 0 or k == units)]
         sums = np.concatenate([[0.0], np.cumsum(np.sort(part.importance)[::-1])])
-        options.append([(k * part.price, sums[k]) for k in counts])
+        options.append([(k * part.unit_cost, sums[k]) for k in counts])
     best = -np.inf
     for combination in itertools.product(*options):
         if sum(price for price, _ in combination) <= capacity + 1e-9:
@@ -38,7 +38,7 @@ def brute_force(parts: list[Candidates], capacity: float) -> float:
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[list[Candidates], float]:
-    prices = {"heads": draw(st.integers(3, 40)), "ffn_channels": draw(st.integers(1, 6))}
+    unit_costs = {"heads": draw(st.integers(3, 40)), "ffn_channels": draw(st.integers(1, 6))}
     multiple = draw(st.sampled_from([1, 1, 2]))
     parts = []
     for _ in range(draw(st.integers(1, 3))):
@@ -47,8 +47,8 @@ def problems(draw: st.DrawFn) -> tuple[list[Candidates], float]:
             values = draw(st.lists(st.floats(0, 100), min_size=units, max_size=units))
             floor = draw(st.integers(0, 1)) if kind == "heads" else 0
             step = multiple if kind == "ffn_channels" else 1
-            parts.append(Candidates(kind, np.array(values), float(prices[kind]), floor, step))
-    full = sum(part.price * len(part.importance) for part in parts)
+            parts.append(Candidates(kind, np.array(values), float(unit_costs[kind]), floor, step))
+    full = sum(part.unit_cost * len(part.importance) for part in parts)
     return parts, full * draw(st.floats(0.05, 1.0))
 
 
@@ -65,7 +65,7 @@ def test_search_matches_brute_force(problem: tuple[list[Candidates], float]) -> 
     assert cost(parts, choice) <= capacity + 1e-6
     assert kept_importance(parts, choice) == pytest.approx(best, abs=1e-9)
     for part, kept in zip(parts, choice, strict=True):
-        assert len(kept) >= part.floor
+        assert len(kept) >= part.min_units
         assert list(kept) == sorted(set(kept))
 
 
@@ -80,7 +80,7 @@ def random_parts(seed: int, layers: int = 4) -> list[Candidates]:
 
 def test_uniform_takes_the_same_share_of_every_layer_and_meets_the_budget() -> None:
     parts = random_parts(0)
-    capacity = 0.7 * sum(part.price * len(part.importance) for part in parts)
+    capacity = 0.7 * sum(part.unit_cost * len(part.importance) for part in parts)
     choice = search_uniform(parts, capacity)
     assert {len(kept) for kept in choice[::2]} == {6} and len({len(kept) for kept in choice[1::2]}) == 1
     assert 0.98 * capacity < cost(parts, choice) <= capacity
@@ -88,7 +88,7 @@ def test_uniform_takes_the_same_share_of_every_layer_and_meets_the_budget() -> N
 
 def test_threshold_keeps_the_global_order() -> None:
     parts = random_parts(1)
-    capacity = 0.6 * sum(part.price * len(part.importance) for part in parts)
+    capacity = 0.6 * sum(part.unit_cost * len(part.importance) for part in parts)
     choice = search_threshold(parts, capacity)
     kept = np.concatenate([part.importance[k] for part, k in zip(parts, choice, strict=True)])
     gone = np.concatenate([np.delete(part.importance, k) for part, k in zip(parts, choice, strict=True)])
@@ -97,14 +97,14 @@ def test_threshold_keeps_the_global_order() -> None:
 
 def test_more_than_two_costs_stay_within_the_budget() -> None:
     generator = np.random.default_rng(2)
-    parts = [Candidates("channels", generator.random(16), float(price), floor=1) for price in (3, 5, 11, 17)]
-    capacity = 0.5 * sum(part.price * 16 for part in parts)
+    parts = [Candidates("channels", generator.random(16), float(price), min_units=1) for price in (3, 5, 11, 17)]
+    capacity = 0.5 * sum(part.unit_cost * 16 for part in parts)
     choice = search(parts, capacity)
     assert 0.9 * capacity < cost(parts, choice) <= capacity and all(len(kept) >= 1 for kept in choice)
 
 
 def test_a_budget_below_the_minimum_is_refused() -> None:
-    parts = [Candidates("heads", np.ones(4), 10.0, floor=3)]
+    parts = [Candidates("heads", np.ones(4), 10.0, min_units=3)]
     for rule in (search, search_uniform, search_threshold):
         with pytest.raises(BudgetError, match="cannot be met"):
             rule(parts, 20.0)

@@ -20,12 +20,12 @@ def plain_greedy(gradients: np.ndarray, kept: np.ndarray) -> np.ndarray:
     pruned = order[:count]
     for joining in order[count:]:
         pruned = [*pruned, joining]
-        lengths = [objective_of(gradients, [p for p in pruned if p != leaving]) for leaving in pruned]
+        lengths = [pruning_objective(gradients, [p for p in pruned if p != leaving]) for leaving in pruned]
         pruned.pop(int(np.argmin(lengths)))
     return np.setdiff1d(np.arange(gradients.shape[1]), pruned)
 
 
-def objective_of(gradients: np.ndarray, pruned: list[int]) -> float:
+def pruning_objective(gradients: np.ndarray, pruned: list[int]) -> float:
     return float((gradients[:, pruned].sum(1) ** 2).sum())
 
 

@@ -32,9 +32,9 @@ def problem(units: int = 5, width: int = 3, outputs: int = 7, rows: int = 200) -
     return inputs, weight, targets
 
 
-def equations_of(inputs: torch.Tensor, targets: torch.Tensor, pieces: int = 3) -> NormalEquations:
+def build_equations(inputs: torch.Tensor, targets: torch.Tensor, chunks: int = 3) -> NormalEquations:
     equations = NormalEquations.zeros(inputs.shape[1], targets.shape[1], inputs.device)
-    for x, b in zip(inputs.chunk(pieces), targets.chunk(pieces), strict=True):
+    for x, b in zip(inputs.chunk(chunks), targets.chunk(chunks), strict=True):
         equations.add(x, b)
     return equations
 
@@ -51,7 +51,7 @@ def contributions(inputs: torch.Tensor, weight: torch.Tensor, width: int) -> tor
 def test_gram_identity(width: int) -> None:
     inputs, weight, targets = problem(width=width)
     explicit = contributions(inputs, weight, width)
-    gram, right = unit_equations(equations_of(inputs, targets), weight, width)
+    gram, right = unit_equations(build_equations(inputs, targets), weight, width)
     assert torch.allclose(gram, explicit.T @ explicit, rtol=1e-5, atol=1e-3)
     assert torch.allclose(right, explicit.T @ targets.flatten().double(), rtol=1e-5, atol=1e-3)
 
@@ -62,7 +62,7 @@ def test_intercept_is_a_column_of_ones() -> None:
     with_ones = torch.cat([explicit, torch.ones(len(explicit), 1).double()], 1)
     gram, right = with_ones.T @ with_ones, with_ones.T @ targets.flatten().double()
     expected = 1 + ridge_solve(gram, right - gram.sum(1), 0.01)[:-1]
-    equations = equations_of(inputs, targets)
+    equations = build_equations(inputs, targets)
     scales = tune_scales(equations, weight, 3, solver="ridge", damping=0.01, intercept=True)
     assert scales is not None and torch.allclose(scales, expected, atol=1e-4)
 
@@ -85,7 +85,7 @@ def test_reconstruction_recovers_an_existing_projection(intercept: bool) -> None
     inputs, weight, _ = problem(rows=400)
     truth, offset = torch.randn_like(weight), torch.randn(weight.shape[0]) * intercept
     result, bias = reconstruct(
-        equations_of(inputs, inputs @ truth.T + offset), weight, damping=1e-8, intercept=intercept
+        build_equations(inputs, inputs @ truth.T + offset), weight, damping=1e-8, intercept=intercept
     )
     assert torch.allclose(result.float(), truth, atol=1e-3)
     assert (bias is not None) == intercept and (bias is None or torch.allclose(bias.float(), offset, atol=1e-3))
@@ -93,7 +93,7 @@ def test_reconstruction_recovers_an_existing_projection(intercept: bool) -> None
 
 def test_heavy_damping_keeps_the_old_weights() -> None:
     inputs, weight, targets = problem()
-    result, _ = reconstruct(equations_of(inputs, targets), weight, damping=1e9, intercept=False)
+    result, _ = reconstruct(build_equations(inputs, targets), weight, damping=1e9, intercept=False)
     assert torch.allclose(result.float(), weight, atol=1e-4)
 
 

@@ -15,8 +15,8 @@ from smelt.compression.quantization.aqas import Aqas
 from smelt.compression.quantization.awq import Awq
 from smelt.compression.quantization.layers import LayerGroup
 from smelt.compression.quantization.scaling import ScaleSource
-from smelt.compression.quantization.search_eval import Change, OutputError
-from smelt.compression.quantization.smoothquant import smoothing
+from smelt.compression.quantization.search_eval import InputTransform, OutputError
+from smelt.compression.quantization.smoothquant import smoothing_scale
 from smelt.errors import RecipeError
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
@@ -24,17 +24,17 @@ from tests.compression.quantization.test_gptq import layer_group
 from tests.tiny import BUILDS, inputs
 
 
-class Alone(OutputError):
+class SingleLayerError(OutputError):
     """Return a layer outside any network."""
 
     def __init__(self, x: Tensor, weight: Tensor) -> None:
-        self.x, self.truth = x, [x @ weight.T]
+        self.x, self.reference = x, [x @ weight.T]
 
-    def outputs(self, weights: Sequence[Tensor], change: Change | None = None) -> Iterator[Tensor]:
+    def outputs(self, weights: Sequence[Tensor], change: InputTransform | None = None) -> Iterator[Tensor]:
         yield F.linear(self.x if change is None else change(self.x), weights[0])
 
 
-class Anything(ScaleSource):
+class AnyScaleSource(ScaleSource):
     """Accepts every scale."""
 
     name = "anything"
@@ -42,23 +42,23 @@ class Anything(ScaleSource):
     def divide(self, scale: Tensor) -> None: ...
 
 
-def decibels(x: Tensor, weight: Tensor) -> dict[str, float]:
+def output_snr_db(x: Tensor, weight: Tensor) -> dict[str, float]:
     """Return the output SNR of 4-bit weights and 8-bit inputs under each method's scales."""
-    group, around = layer_group(weight), Alone(x, weight)
-    mean, largest = x.abs().mean(0), x.abs().amax(0)
+    group, output_error = layer_group(weight), SingleLayerError(x, weight)
+    mean, amax = x.abs().mean(0), x.abs().amax(0)
     joint = Aqas(denormal=False)
 
     def best(method: Aqas | Awq) -> Tensor:
-        return method.best(group, Anything(), around, mean, largest).candidate.scale
+        return method.best(group, AnyScaleSource(), output_error, mean, amax).candidate.scale
 
     scales = {
         "none": torch.ones(x.shape[1]),
-        "smooth": smoothing(group, largest, 0.5),
+        "smooth": smoothing_scale(group, amax, 0.5),
         "awq": best(Awq(group_size=-1)),
         "aqas": best(joint),
     }
-    power = float(around.truth[0].square().mean())
-    errors = {name: joint.trial_error(group, around, scale) for name, scale in scales.items()}
+    power = float(output_error.reference[0].square().mean())
+    errors = {name: joint.trial_error(group, output_error, scale) for name, scale in scales.items()}
     return {name: float(10 * torch.log10(torch.tensor(power / error))) for name, error in errors.items()}
 
 
@@ -75,30 +75,30 @@ def llama_like() -> tuple[Tensor, Tensor]:
 
 
 def test_outlier_channels_match_the_card() -> None:
-    result = decibels(*opt_like())
+    result = output_snr_db(*opt_like())
     assert result == pytest.approx({"none": 18.2, "smooth": 21.9, "awq": 24.1, "aqas": 24.2}, abs=0.5)
 
 
-@pytest.mark.parametrize("made", [opt_like, llama_like])
-def test_it_is_never_worse(made: Any) -> None:
-    result = decibels(*made())
+@pytest.mark.parametrize("build_layer", [opt_like, llama_like])
+def test_it_is_never_worse(build_layer: Any) -> None:
+    result = output_snr_db(*build_layer())
     assert result["aqas"] >= max(result.values()) - 1e-6
 
 
 def test_it_wins_where_neither_family_alone_does_well() -> None:
     """Weight columns are uneven, which AWQ ignores, and the best exponent is not SmoothQuant's."""
-    result = decibels(*llama_like())
+    result = output_snr_db(*llama_like())
     assert result["aqas"] > max(result["none"], result["smooth"], result["awq"]) + 0.3
 
 
 def test_inputs_are_quantized_after_scaling() -> None:
     x, weight = opt_like()
-    group, around = layer_group(weight), Alone(x, weight)
+    group, output_error = layer_group(weight), SingleLayerError(x, weight)
     scale = torch.rand(512) + 0.5
     method = Aqas()
     product = method.input_format.fake_quantize(x / scale) @ method.weight_format.fake_quantize(weight * scale).T  # type: ignore[union-attr]
     expected = float((product - x @ weight.T).square().mean())
-    assert method.trial_error(group, around, scale) == pytest.approx(expected, rel=1e-4)
+    assert method.trial_error(group, output_error, scale) == pytest.approx(expected, rel=1e-4)
 
 
 def test_both_families_are_searched_and_normalized() -> None:
@@ -110,7 +110,7 @@ def test_both_families_are_searched_and_normalized() -> None:
     ]
     assert torch.allclose(result[0].scale, torch.ones(512))
     assert all(float(c.scale.max() * c.scale.min()) == pytest.approx(1, rel=1e-4) for c in result)
-    smooth = smoothing(group, x.abs().amax(0), 0.5)
+    smooth = smoothing_scale(group, x.abs().amax(0), 0.5)
     assert torch.allclose(result[30].scale / result[30].scale[0], smooth / smooth[0])
 
 

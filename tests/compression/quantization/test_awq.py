@@ -14,9 +14,8 @@ from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.calibration.block_inputs import capture_block_inputs
 from smelt.compression.quantization.awq import Awq
 from smelt.compression.quantization.base import BlockWork
-from smelt.compression.quantization.clipping import SHRINKS, clip_, clipped_projections
 from smelt.compression.quantization.layers import layer_groups
-from smelt.compression.quantization.scale_search import Candidate
+from smelt.compression.quantization.scale_search import CLIP_RATIOS, Candidate, clip_, clipped_projections
 from smelt.compression.quantization.search_eval import LayerOutputError, ModuleOutputError, first_batches
 from smelt.errors import RecipeError
 from smelt.models.anatomy import anatomy_of
@@ -30,7 +29,7 @@ def batches(name: str) -> list[dict[str, Tensor]]:
     return [inputs(name, seed=seed) for seed in range(3)]
 
 
-def quantised(name: str, **settings: Any) -> tuple[Model, dict[str, Any]]:
+def apply_awq(name: str, **settings: Any) -> tuple[Model, dict[str, Any]]:
     model = Model(BUILDS[name]())
     facts = METHODS.build({"method": "awq", "group_size": 16, **settings}).apply(
         model, MethodContext(batches=batches(name))
@@ -38,7 +37,7 @@ def quantised(name: str, **settings: Any) -> tuple[Model, dict[str, Any]]:
     return model, facts
 
 
-def first_work(name: str, method: Awq) -> BlockWork:
+def first_block_work(name: str, method: Awq) -> BlockWork:
     network = BUILDS[name]()
     anatomy = anatomy_of(network)
     return BlockWork(
@@ -47,12 +46,12 @@ def first_work(name: str, method: Awq) -> BlockWork:
 
 
 def test_no_scale_and_no_clip_is_round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    def only_none(self: Awq, group: Any, mean: Tensor, largest: Tensor) -> Iterator[Candidate]:
-        yield next(candidates(self, group, mean, largest))
+    def only_none(self: Awq, group: Any, mean: Tensor, amax: Tensor) -> Iterator[Candidate]:
+        yield next(candidates(self, group, mean, amax))
 
     candidates = Awq.candidates
     monkeypatch.setattr(Awq, "candidates", only_none)
-    model, _ = quantised("llama", clip=False, bits=3)
+    model, _ = apply_awq("llama", clip=False, bits=3)
     plain = Model(BUILDS["llama"]())
     METHODS.build({"method": "rtn", "group_size": 16, "bits": 3}).apply(plain, MethodContext())
     one, two = model.network.state_dict(), plain.network.state_dict()
@@ -61,7 +60,7 @@ def test_no_scale_and_no_clip_is_round_to_nearest(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "vit", "bert"])
 def test_the_search_is_never_worse_than_round_to_nearest(name: str) -> None:
-    _, facts = quantised(name, bits=3, tokens=40)
+    _, facts = apply_awq(name, bits=3, tokens=40)
     notes = [fact["scaling"] for fact in facts["layers"].values() if fact["scaling"]["into"]]
     assert notes and all(note["error"] <= note["error_unscaled"] for note in notes)
     assert any(note["exponent"] > 0 for note in notes)
@@ -71,10 +70,10 @@ def test_the_search_is_never_worse_than_round_to_nearest(name: str) -> None:
 def test_the_error_is_of_the_enclosing_module() -> None:
     """Error of attention for q, k, v, of the FFN for up and gate, else of the layer: by plain forwards."""
     method = Awq(group_size=16, bits=3)
-    work = first_work("llama", method)
+    work = first_block_work("llama", method)
     assert work.block_inputs is not None
     for group in layer_groups(work.block):
-        error_type = ModuleOutputError if group.writes else LayerOutputError
+        error_type = ModuleOutputError if group.is_input_group else LayerOutputError
         around = error_type(work.block_inputs, work.block, group, 10_000)
         weights = [method.weight_format.fake_quantize(layer.weight) for layer in group.layers]
         other: Any = copy.deepcopy(work.network)
@@ -94,21 +93,21 @@ def test_the_error_is_of_the_enclosing_module() -> None:
 
 @torch.no_grad()
 def test_padding_is_ignored() -> None:
-    work = first_work("bert", Awq(group_size=16))
+    work = first_block_work("bert", Awq(group_size=16))
     assert work.block_inputs is not None
     group = layer_groups(work.block)[1]
     around = LayerOutputError(work.block_inputs, work.block, group, 10_000)
     real = sum(int(batch["attention_mask"].sum()) for batch in batches("bert"))
-    assert sum(len(true) for true in around.truth) == real == 3 * (3 * 11 - 3)
+    assert sum(len(true) for true in around.reference) == real == 3 * (3 * 11 - 3)
 
 
 def test_the_search_leaves_the_network_unchanged() -> None:
     method = Awq(group_size=16, bits=2)
-    work = first_work("llama", method)
+    work = first_block_work("llama", method)
     before = {key: tensor.clone() for key, tensor in work.network.state_dict().items()}
     assert work.block_inputs is not None
     for group in layer_groups(work.block):
-        error_type = ModuleOutputError if group.writes else LayerOutputError
+        error_type = ModuleOutputError if group.is_input_group else LayerOutputError
         around = error_type(work.block_inputs, work.block, group, 10_000)
         method.trial_error(group, around, torch.rand(group.columns) + 0.5)
     assert all(torch.equal(tensor, before[key]) for key, tensor in work.network.state_dict().items())
@@ -120,7 +119,7 @@ def test_the_search_leaves_the_network_unchanged() -> None:
 def test_scaling_preserves_the_function() -> None:
     for name in ("llama", "opt", "gpt2"):
         method = Awq(group_size=16, bits=3)
-        work = first_work(name, method)
+        work = first_block_work(name, method)
         before = work.network(**inputs(name)).logits
         notes = method.scale(work)
         assert any(note["exponent"] > 0 for note in notes.values() if note["into"])
@@ -139,11 +138,11 @@ def exhaustive_clip(weight: Tensor, x: Tensor, number_format: Format, size: int)
         for start in range(0, weight.shape[1], size):
             part, inputs_here = weight[row, start : start + size], x[:, start : start + size]
             errors = []
-            for shrink in SHRINKS:
+            for shrink in CLIP_RATIOS:
                 limit = part.abs().max() * shrink
                 rounded = number_format.fake_quantize(part.clamp(-limit, limit)[None])[0]
                 errors.append(float((inputs_here @ (rounded - part)).square().sum()))
-            limit = part.abs().max() * SHRINKS[min(range(len(errors)), key=errors.__getitem__)]
+            limit = part.abs().max() * CLIP_RATIOS[min(range(len(errors)), key=errors.__getitem__)]
             best[row, start : start + size] = part.clamp(-limit, limit)
     return best
 
@@ -168,7 +167,7 @@ def test_queries_and_keys_are_never_clipped() -> None:
 
 def test_clipping_changes_no_query_or_key_rows() -> None:
     for name, untouched in (("gpt2", 64), ("llama", None)):
-        clipped, plain = (quantised(name, bits=2, clip=clip, tokens=40)[0].network for clip in (True, False))
+        clipped, plain = (apply_awq(name, bits=2, clip=clip, tokens=40)[0].network for clip in (True, False))
         one, two = quantized_layers(clipped), quantized_layers(plain)
         path = next(iter(one))  # c_attn or q_proj of the first block
         same = torch.equal(one[path].codes[:untouched], two[path].codes[:untouched])
@@ -179,7 +178,7 @@ def test_clipping_changes_no_query_or_key_rows() -> None:
 
 @pytest.mark.parametrize("rounding", ["rtn", "gptq"])
 def test_it_beats_round_to_nearest_with_outlier_channels(rounding: str) -> None:
-    def loud() -> Model:
+    def model_with_outliers() -> Model:
         model = Model(BUILDS["opt"]())
         with torch.no_grad():
             for block in model.network.model.decoder.layers:
@@ -188,10 +187,10 @@ def test_it_beats_round_to_nearest_with_outlier_channels(rounding: str) -> None:
         return model
 
     def error(settings: dict[str, Any]) -> float:
-        model = loud()
+        model = model_with_outliers()
         METHODS.build({"bits": 4, "group_size": -1, **settings}).apply(model, MethodContext(batches=batches("opt")))
         with torch.no_grad():
-            true = loud().network(**inputs("opt")).logits
+            true = model_with_outliers().network(**inputs("opt")).logits
             return float((model.network(**inputs("opt")).logits - true).square().mean())
 
     assert error({"method": "awq", "rounding": rounding}) < 0.5 * error({"method": "rtn"})

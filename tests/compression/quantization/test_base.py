@@ -30,7 +30,7 @@ def batches(name: str, count: int = 3) -> list[dict[str, Tensor]]:
     return [inputs(name, seed=seed) for seed in range(count)]
 
 
-def quantised(name: str, settings: dict[str, Any], **context: Any) -> Model:
+def quantize_tiny(name: str, settings: dict[str, Any], **context: Any) -> Model:
     model = Model(BUILDS[name]())
     METHODS.build(settings).apply(model, MethodContext(batches=batches(name), **context))
     return model
@@ -41,20 +41,20 @@ def same(one: Model, two: Model) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-class Killed(Exception):
+class InterruptedRunError(Exception):
     pass
 
 
-class Dying(NullProgress):
+class InterruptingProgress(NullProgress):
     """Stop the run when a block is about to start."""
 
     def __init__(self, after: int) -> None:
         self.after = after
 
-    def track(self, items: Any, what: str) -> Any:
+    def track(self, items: Any, description: str) -> Any:
         for position, item in enumerate(items):
-            if position == self.after and "sensitivity" not in what:
-                raise Killed
+            if position == self.after and "sensitivity" not in description:
+                raise InterruptedRunError
             yield item
 
 
@@ -88,7 +88,7 @@ TAKEN += [(name, method) for name in ("bert", "vit", "gpt2", "opt", "qwen2") for
 @pytest.mark.parametrize(("name", "method"), TAKEN)
 def test_every_method_supports_every_family(name: str, method: str) -> None:
     settings = {"method": method, "group_size": 16, "bits": 10.0 if method == "mixed" else 8}
-    model = quantised(name, {**settings, **({"tokens": 30} if method in SEARCHES else {})})
+    model = quantize_tiny(name, {**settings, **({"tokens": 30} if method in SEARCHES else {})})
     with torch.no_grad():
         logits, true = model.network(**inputs(name)).logits, BUILDS[name]()(**inputs(name)).logits
     assert float((logits - true).norm() / true.norm()) < 0.05
@@ -110,11 +110,11 @@ def test_every_method_supports_every_family(name: str, method: str) -> None:
 )
 def test_a_resumed_run_is_bit_identical(settings: dict[str, Any], tmp_path: Path) -> None:
     after = 2
-    uninterrupted = quantised("llama", settings)
-    with pytest.raises(Killed):
-        quantised("llama", settings, checkpoint=Checkpoint(tmp_path), progress=Dying(after))
+    uninterrupted = quantize_tiny("llama", settings)
+    with pytest.raises(InterruptedRunError):
+        quantize_tiny("llama", settings, checkpoint=Checkpoint(tmp_path), progress=InterruptingProgress(after))
     assert len(list(tmp_path.glob("block-*.json"))) == after
-    resumed = quantised("llama", settings, checkpoint=Checkpoint(tmp_path))
+    resumed = quantize_tiny("llama", settings, checkpoint=Checkpoint(tmp_path))
     assert same(uninterrupted, resumed)
     schemes = [
         [layer.scheme for layer in quantized_layers(model.network).values()] for model in (uninterrupted, resumed)
@@ -123,22 +123,25 @@ def test_a_resumed_run_is_bit_identical(settings: dict[str, Any], tmp_path: Path
 
 
 def test_finished_blocks_are_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quantised("llama", {"method": "gptq", **SMALL}, checkpoint=Checkpoint(tmp_path))
+    quantize_tiny("llama", {"method": "gptq", **SMALL}, checkpoint=Checkpoint(tmp_path))
     seen = []
     monkeypatch.setattr(METHODS["gptq"], "quantize", lambda self, work: seen.append(work))
-    quantised("llama", {"method": "gptq", **SMALL}, checkpoint=Checkpoint(tmp_path))
+    quantize_tiny("llama", {"method": "gptq", **SMALL}, checkpoint=Checkpoint(tmp_path))
     assert not seen
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "mixed"])
 def test_a_memory_limit_is_bit_identical(method: str, tmp_path: Path) -> None:
     settings = {"method": method, **SMALL, **({"bits": 5.0} if method == "mixed" else {})}
-    free, limited = quantised("llama", settings), quantised("llama", settings, memory_limit=1500, folder=tmp_path)
+    free, limited = (
+        quantize_tiny("llama", settings),
+        quantize_tiny("llama", settings, memory_limit=1500, folder=tmp_path),
+    )
     assert same(free, limited)
 
 
 def test_static_scales_come_from_the_largest_input() -> None:
-    model = quantised("llama", {"method": "rtn", **SMALL, "input_activations": "int8", "static_activations": True})
+    model = quantize_tiny("llama", {"method": "rtn", **SMALL, "input_activations": "int8", "static_activations": True})
     layer = model.network.model.layers[1].mlp.down_proj
     largest = []
     hook = layer.register_forward_pre_hook(lambda _, args: largest.append(float(args[0].abs().max())))
@@ -166,7 +169,7 @@ def test_save_and_load_is_bit_identical(name: str, number_format: str, tmp_path:
         "input_activations": "int8",
         "static_activations": name == "gpt2",
     }
-    model = quantised(name, settings)
+    model = quantize_tiny(name, settings)
     save_artifact(model, tmp_path)
     reloaded = load_artifact(tmp_path)
     assert same(model, reloaded)
@@ -174,9 +177,9 @@ def test_save_and_load_is_bit_identical(name: str, number_format: str, tmp_path:
         assert torch.equal(model.network(**inputs(name)).logits, reloaded.network(**inputs(name)).logits)
 
 
-def forged(tmp_path: Path, change: Any) -> Path:
+def tampered_artifact(tmp_path: Path, change: Any) -> Path:
     """A saved artifact with a tampered list of quantized layers."""
-    save_artifact(quantised("llama", {"method": "rtn", **SMALL}), tmp_path)
+    save_artifact(quantize_tiny("llama", {"method": "rtn", **SMALL}), tmp_path)
     content = json.loads((tmp_path / "smelt.json").read_text())
     change(content["quantized"])
     (tmp_path / "smelt.json").write_text(json.dumps(content))
@@ -208,7 +211,7 @@ DOWN = "model.layers.1.mlp.down_proj"
 )
 def test_a_forged_list_of_layers_is_refused(change: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(SmeltError, match=message) as caught:
-        load_artifact(forged(tmp_path, change))
+        load_artifact(tampered_artifact(tmp_path, change))
     assert "\n" not in str(caught.value)
 
 
@@ -256,7 +259,7 @@ def test_nan_calibration_activations(settings: dict[str, Any], bad: float) -> No
         ({"static_activations": True}, "give their format"),
         ({"static_activations": True, "input_activations": "int8-asym"}, "no zero point"),
         ({"static_activations": True, "input_activations": "amxfp4"}, "no zero point"),
-        ({"colour": 1}, "no parameter"),
+        ({"color": 1}, "no parameter"),
     ],
 )
 def test_invalid_settings_raise_one_sentence(settings: dict[str, Any], message: str) -> None:
@@ -267,20 +270,20 @@ def test_invalid_settings_raise_one_sentence(settings: dict[str, Any], message: 
 
 def test_a_group_size_that_does_not_divide_the_columns() -> None:
     with pytest.raises(RecipeError, match="groups of 40 do not divide; use group_size 32, 16 or -1"):
-        quantised("llama", {"method": "gptq", "group_size": 40})
-    model = quantised("llama", {"method": "gptq", "group_size": 40, "allow_partial_group": True})
+        quantize_tiny("llama", {"method": "gptq", "group_size": 40})
+    model = quantize_tiny("llama", {"method": "gptq", "group_size": 40, "allow_partial_group": True})
     assert model.network.model.layers[0].mlp.down_proj.scale.shape == (32, 2, 1)  # 48 columns
 
 
 def test_quantizing_twice_is_refused() -> None:
-    model = quantised("llama", {"method": "rtn", **SMALL})
+    model = quantize_tiny("llama", {"method": "rtn", **SMALL})
     with pytest.raises(ModelError, match="quantized already"):
         METHODS.build({"method": "rtn", **SMALL}).apply(model, MethodContext())
 
 
 def test_convolutions_are_refused() -> None:
     with pytest.raises(ModelError, match="made of convolutions"):
-        quantised("resnet", {"method": "rtn", **SMALL})
+        quantize_tiny("resnet", {"method": "rtn", **SMALL})
 
 
 @pytest.mark.parametrize("method", NEED_DATA)

@@ -206,7 +206,7 @@ def test_the_method_uses_inputs_of_the_quantized_network(sequential: bool) -> No
         hook.remove()
     number_format = Integer(16, "float16", 3, symmetric=False)
     for group in (group for block in anatomy_of(BUILDS["llama"]()).blocks for group in layer_groups(block)):
-        reads_rounded = sequential or (group.writes and group.part.kind == "heads")
+        reads_rounded = sequential or (group.is_input_group and group.part.kind == "heads")
         for layer in group.layers:
             expected = gptq(full[layer.path], moments[layer.path].matrix, number_format)  # type: ignore[arg-type]
             same = (layers[layer.path].packed.unpack().codes == expected.codes).float().mean()

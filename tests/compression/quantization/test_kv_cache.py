@@ -34,7 +34,7 @@ STEPS: list[dict[str, Any]] = [
 ]
 
 
-def made(**step: Any) -> Model:
+def model_with_kv_format(**step: Any) -> Model:
     model = Model(BUILDS["llama"](), character_tokenizer())
     KvCache(**step).apply(model, MethodContext())
     return model
@@ -56,7 +56,7 @@ def generated(model: Model) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("step", STEPS, ids=str)
 def test_a_reloaded_model_generates_with_the_same_logits(step: dict[str, Any], tmp_path: Path) -> None:
-    model = made(**step)
+    model = model_with_kv_format(**step)
     save_artifact(model, tmp_path)
     loaded = load_artifact(tmp_path)
     assert loaded.kv == model.kv == read_kv_cache_format(tmp_path) is not None
@@ -68,25 +68,28 @@ def test_a_reloaded_model_generates_with_the_same_logits(step: dict[str, Any], t
 
 
 def test_generation_and_multiple_choice_use_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, seen = made(format="int2"), []
+    model, updated_caches = model_with_kv_format(format="int2"), []
     update = QuantizedKVCache.update
 
-    def noted(self: QuantizedKVCache, *args: Any) -> Any:
-        seen.append(self)
+    def recording_update(self: QuantizedKVCache, *args: Any) -> Any:
+        updated_caches.append(self)
         return update(self, *args)
 
-    monkeypatch.setattr(QuantizedKVCache, "update", noted)
+    monkeypatch.setattr(QuantizedKVCache, "update", recording_update)
     model.generate("The cat", max_new_tokens=3)
-    assert len({id(cache) for cache in seen}) == 1 and len(seen) == 3 * 3  # layers, tokens
+    assert len({id(cache) for cache in updated_caches}) == 1 and len(updated_caches) == 3 * 3  # layers, tokens
     evaluate_multiple_choice(
         model, MultipleChoiceData("one", (MultipleChoiceItem(("The cat",) * 2, ("sat", "is a long way off"), 0),))
     )
-    assert len(seen) == 3 * 3 + 3  # both options in a batch
+    assert len(updated_caches) == 3 * 3 + 3  # both options in a batch
 
 
 def test_every_metric_uses_it() -> None:
     """The model's cache format is the default, and an explicit one overrides it."""
-    model, plain = made(format="int2", rotate_keys=False), Model(BUILDS["llama"](), character_tokenizer())
+    model, plain = (
+        model_with_kv_format(format="int2", rotate_keys=False),
+        Model(BUILDS["llama"](), character_tokenizer()),
+    )
     settings: dict[str, Any] = {"context": 32, "limit": 128}
     remembered = perplexity(model, HELD_OUT, **settings).value
     assert remembered == perplexity(plain, HELD_OUT, kv="int2", **settings).value
@@ -98,7 +101,7 @@ def test_every_metric_uses_it() -> None:
 
 
 def test_it_survives_other_steps_and_can_be_removed() -> None:
-    model = made(format="int8")
+    model = model_with_kv_format(format="int8")
     RoundToNearest(bits=4, group_size=16).apply(model, MethodContext())
     assert model.kv == KVCacheFormat("int8", rotate_keys=True)
     facts = KvCache(format="none").apply(model, MethodContext())
@@ -139,7 +142,7 @@ def test_invalid_settings_raise_one_sentence() -> None:
 
 
 def test_an_export_reports_that_it_is_left_out(tmp_path: Path) -> None:
-    result = export(made(format="int8"), "gguf", tmp_path / "model.gguf", tokenizer=False)
+    result = export(model_with_kv_format(format="int8"), "gguf", tmp_path / "model.gguf", tokenizer=False)
     assert [note for note in result["notes"] if "the KV cache format int8 is left out" in note]
     plain = export(Model(BUILDS["llama"]()), "gguf", tmp_path / "plain.gguf", tokenizer=False)
     assert not any("keys" in note for note in plain["notes"])

@@ -68,7 +68,7 @@ def test_its_minimum_is_the_full_network_and_equals_the_entropy(family: str) -> 
     assert worse > value and other.grad is not None and float(other.grad.abs().max()) > 1e-5
 
 
-class Counted(LogitLoss):
+class RowCountingLoss(LogitLoss):
     """Record how many rows of logits are computed at once."""
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def test_slices_change_nothing_and_bound_the_logits(monkeypatch: pytest.MonkeyPa
     results = []
     for most_bytes, most_rows in ((2**26, 14), (4 * 99 * 3, 3)):
         monkeypatch.setattr(smelt.measure.logits, "_MAX_LOGITS_BYTES", most_bytes)
-        loss, student = Counted(Model(BUILDS["llama"]()).anatomy, CPU), start.clone().requires_grad_()
+        loss, student = RowCountingLoss(Model(BUILDS["llama"]()).anatomy, CPU), start.clone().requires_grad_()
         value = loss(student, target, mask)
         num_slices = len(loss.rows)
         value.backward()

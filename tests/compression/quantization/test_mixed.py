@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from smelt.compression.base import METHODS, MethodContext
-from smelt.compression.quantization.mixed import choose
+from smelt.compression.quantization.mixed import assign_bit_widths
 from smelt.errors import BudgetError, RecipeError
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
@@ -45,19 +45,19 @@ def test_the_integer_program_matches_brute_force(seed: int) -> None:
     rows = np.arange(groups)
     possible = [c for c in itertools.product(range(choices), repeat=groups) if costs[rows, c].sum() <= budget]
     best = min(errors[rows, c].sum() for c in possible)
-    result = choose(errors, costs, budget)
+    result = assign_bit_widths(errors, costs, budget)
     assert costs[rows, result].sum() <= budget * (1 + 1e-9)
     assert errors[rows, result].sum() == pytest.approx(best, rel=1e-6)
 
 
 def test_a_budget_that_is_met_exactly() -> None:
     errors, costs = np.array([[2.0, 1.0]] * 3), np.array([[3.3, 4.4]] * 3)
-    assert choose(errors, costs, 3 * 4.4) == [1, 1, 1]
-    assert choose(errors, costs, 3 * 3.3) == [0, 0, 0]
+    assert assign_bit_widths(errors, costs, 3 * 4.4) == [1, 1, 1]
+    assert assign_bit_widths(errors, costs, 3 * 3.3) == [0, 0, 0]
 
 
 def test_no_errors_at_all() -> None:
-    assert len(choose(np.zeros((2, 2)), np.ones((2, 2)), 2.0)) == 2
+    assert len(assign_bit_widths(np.zeros((2, 2)), np.ones((2, 2)), 2.0)) == 2
 
 
 @pytest.mark.parametrize("bits", [4.0, 5.0, 6.5, 9.5])

@@ -17,7 +17,7 @@ from smelt.compression.calibration.expert_routing import count_expert_tokens
 from smelt.compression.calibration.observers import HessianObserver, observe
 from smelt.compression.checkpoint import Checkpoint
 from smelt.compression.quantization.layers import layer_groups, scale_groups
-from smelt.compression.quantization.mixed import stand_ins
+from smelt.compression.quantization.mixed import estimate_unreached
 from smelt.compression.quantization.rotation import random_rotations, rotate_network
 from smelt.compression.quantization.rounding import round_to_nearest
 from smelt.compression.quantization.scaling import fold_scale, scale_source
@@ -26,7 +26,7 @@ from smelt.models.artifact import save_artifact
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear, quantized_layers
-from tests.compression.quantization.test_base import Dying, Killed, same
+from tests.compression.quantization.test_base import InterruptedRunError, InterruptingProgress, same
 from tests.mixtures import BUILDS, CHOSEN, EXPERTS, HIDDEN, INNER, LAYERS, PLAIN, batches, ids, loaded
 
 LOST = "model.layers.1.mlp.experts.3"
@@ -39,8 +39,8 @@ def logits(model: Model) -> Tensor:
     return logits
 
 
-def far(one: Tensor, two: Tensor) -> float:
-    return float((one - two).detach().norm() / two.detach().norm())
+def relative_distance(first: Tensor, second: Tensor) -> float:
+    return float((first - second).detach().norm() / second.detach().norm())
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_every_method_supports_a_mixture_with_an_unreached_expert(
     assert facts["layers_quantized"] == len(layers) == LAYERS * (4 + 3 * EXPERTS)
     assert sum(path.startswith(f"{LOST}.") for path in layers) == 3
     assert not isinstance(model.network.model.layers[0].mlp.gate, QuantizedLinear)
-    assert far(logits(model), before) < 0.1
+    assert relative_distance(logits(model), before) < 0.1
     if method not in ("rtn", "hqq"):
         assert {"expert": LOST, "tokens": 0, "inputs": HIDDEN} in facts["few_tokens"]
     save_artifact(model, tmp_path)
@@ -101,18 +101,18 @@ def test_an_expert_sees_the_real_tokens_routed_to_it(folders: dict[str, Path]) -
     """The Hessian of each expert, with padding, against the router's choices."""
     model, data = load(folders["olmoe"]), batches(padded=True)
     block_inputs, block = capture_block_inputs(model.anatomy, data), model.anatomy.blocks[0]
-    seen: dict[nn.Module, HessianObserver] = {
+    observers: dict[nn.Module, HessianObserver] = {
         p.input_projections[0].module: HessianObserver() for p in block.parts if p.mixture
     }
     rows: list[tuple[Tensor, Tensor]] = []
     hook = block.module.mlp.gate.register_forward_hook(lambda _, args, output: rows.append((args[0], output[2])))
-    observe(block_inputs, block, seen)
+    observe(block_inputs, block, observers)
     hook.remove()
     masks = [batch["attention_mask"].flatten().bool() for batch in data]
-    for expert, moment in enumerate(seen.values()):
+    for expert, hessian in enumerate(observers.values()):
         x = torch.cat([x[mask & (index == expert).any(-1)] for mask, (x, index) in zip(masks, rows, strict=True)])
-        assert moment.rows == len(x) and moment.matrix is not None
-        torch.testing.assert_close(moment.matrix, 2 * x.T @ x / len(x), atol=1e-4, rtol=1e-4)
+        assert hessian.rows == len(x) and hessian.matrix is not None
+        torch.testing.assert_close(hessian.matrix, 2 * x.T @ x / len(x), atol=1e-4, rtol=1e-4)
 
 
 def test_gptq_rounds_each_expert_against_its_own_hessian(folders: dict[str, Path]) -> None:
@@ -121,9 +121,9 @@ def test_gptq_rounds_each_expert_against_its_own_hessian(folders: dict[str, Path
     method.apply(model, MethodContext(batches=data))
     block_inputs, block = capture_block_inputs(plain.anatomy, data), plain.anatomy.blocks[0]
     for group in (group for group in layer_groups(block) if group.part.mixture):
-        moment = HessianObserver()
-        observe(block_inputs, block, {group.layers[0].module: moment})
-        for layer, matrix in zip(group.layers, method.round(group, moment), strict=True):
+        hessian = HessianObserver()
+        observe(block_inputs, block, {group.layers[0].module: hessian})
+        for layer, matrix in zip(group.layers, method.round(group, hessian), strict=True):
             assert torch.equal(model.network.get_submodule(layer.path).weight, matrix.dequantize())
 
 
@@ -135,7 +135,7 @@ def test_too_few_tokens_means_fewer_than_input_channels(folders: dict[str, Path]
     counts |= count_expert_tokens(block_inputs, model.anatomy.blocks[0])
     assert min(counts.values()) < HIDDEN <= max(counts.values())
     facts = METHODS.build({"method": "gptq", **SMALL}).apply(model, MethodContext(batches=data))
-    named = {one["expert"]: one["tokens"] for one in facts["few_tokens"] if "layers.0" in one["expert"]}
+    named = {row["expert"]: row["tokens"] for row in facts["few_tokens"] if "layers.0" in row["expert"]}
     assert named == {path: count for path, count in counts.items() if count < HIDDEN}
     assert facts["layers"]["model.layers.0.mlp.experts.2.up_proj"]["tokens"] == counts["model.layers.0.mlp.experts.2"]
     assert "tokens" not in facts["layers"]["model.layers.0.self_attn.q_proj"]
@@ -200,7 +200,7 @@ def test_mixed_precision_gives_bits_to_unreached_experts(folders: dict[str, Path
     model = load(folders["mixtral-starved"])
     errors = method.sensitivity(model, MethodContext(batches=batches()))
     assert all(error > 0 for row in errors.values() for error in row)
-    assert stand_ins(scale_groups(block)[:2], errors) == {}
+    assert estimate_unreached(scale_groups(block)[:2], errors) == {}
     others = [errors[f"model.layers.1.mlp.experts.{i}.w2"] for i in range(3)]
     assert errors[f"{LOST}.w2"] == pytest.approx([sum(column) / 3 for column in zip(*others, strict=True)])
 
@@ -210,8 +210,10 @@ def test_a_resumed_run_is_bit_identical(settings: dict[str, Any], folders: dict[
     method, data = METHODS.build({**settings, **SMALL}), batches(padded=True)
     uninterrupted, killed, resumed = (load(folders["qwen3-moe-starved"]) for _ in range(3))
     facts = method.apply(uninterrupted, MethodContext(batches=data))
-    with pytest.raises(Killed):
-        method.apply(killed, MethodContext(batches=data, checkpoint=Checkpoint(tmp_path), progress=Dying(1)))
+    with pytest.raises(InterruptedRunError):
+        method.apply(
+            killed, MethodContext(batches=data, checkpoint=Checkpoint(tmp_path), progress=InterruptingProgress(1))
+        )
     repeated = method.apply(resumed, MethodContext(batches=data, checkpoint=Checkpoint(tmp_path)))
     assert same(uninterrupted, resumed) and repeated["few_tokens"] == facts["few_tokens"]
 
@@ -221,9 +223,11 @@ def test_rotations_include_the_router(name: str, folders: dict[str, Path]) -> No
     model = load(folders[name])
     before = logits(model)
     rotate_network(model.anatomy, random_rotations(model.anatomy, seed=3))
-    assert far(logits(model), before) < 1e-5
+    assert relative_distance(logits(model), before) < 1e-5
     assert (
-        far(model.network.model.layers[1].mlp.gate.weight, load(folders[name]).network.model.layers[1].mlp.gate.weight)
+        relative_distance(
+            model.network.model.layers[1].mlp.gate.weight, load(folders[name]).network.model.layers[1].mlp.gate.weight
+        )
         > 0.5
     )
 
@@ -236,13 +240,13 @@ def test_scales_include_the_router(name: str, folders: dict[str, Path]) -> None:
         for group in scale_groups(block):
             source = scale_source(block, group)
             if source is not None:
-                fold_scale(group, source, source.fitting(torch.rand(group.columns, generator=generator) * 2 + 0.5))
+                fold_scale(group, source, source.foldable(torch.rand(group.columns, generator=generator) * 2 + 0.5))
                 folded += 1
     experts = sum(part.mixture is not None for part in model.anatomy.parts)
     clipped = sum(part.clipped for part in model.anatomy.parts)
     dense = name == "qwen3-moe-dense-first"
     assert folded == 3 * LAYERS - clipped + experts + dense  # two norms and values per block; each down projection
-    assert far(logits(model), before) < 1e-5
+    assert relative_distance(logits(model), before) < 1e-5
 
 
 def test_spinquant_is_refused(folders: dict[str, Path]) -> None:

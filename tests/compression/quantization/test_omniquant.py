@@ -12,7 +12,7 @@ from smelt.compression.base import MethodContext
 from smelt.compression.calibration.block_inputs import capture_block_inputs
 from smelt.compression.checkpoint import Checkpoint
 from smelt.compression.quantization.layers import layer_groups
-from smelt.compression.quantization.learned import FakeQuantized, distance
+from smelt.compression.quantization.learned import FakeQuantized, masked_mse
 from smelt.compression.quantization.omniquant import Clipped, OmniQuant
 from smelt.compression.quantization.rtn import RoundToNearest
 from smelt.errors import DataError, RecipeError
@@ -114,11 +114,11 @@ def test_padding_is_ignored() -> None:
     mask = torch.tensor([[True, True, False], [True, True, True]])
     expected = (output[mask] - target[mask]).square().mean()
     output[0, 2] = 1e6
-    assert torch.allclose(distance(output, target, mask), expected)
+    assert torch.allclose(masked_mse(output, target, mask), expected)
 
 
 @pytest.fixture(scope="module")
-def fitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
+def two_bit_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
     """The trained language model at two bits, and the checkpoint its run left."""
     model, folder = character_model(), tmp_path_factory.mktemp("omniquant")
     OmniQuant(bits=2, group_size=16, epochs=5, lr=0.05).apply(
@@ -127,22 +127,22 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
     return model, folder
 
 
-def test_it_beats_round_to_nearest(fitted: tuple[Model, Path]) -> None:
+def test_it_beats_round_to_nearest(two_bit_model: tuple[Model, Path]) -> None:
     nearest = character_model()
     RoundToNearest(bits=2, group_size=16).apply(nearest, MethodContext())
-    assert divergence(fitted[0]).kl < 0.75 * divergence(nearest).kl
+    assert divergence(two_bit_model[0]).kl < 0.75 * divergence(nearest).kl
 
 
-def test_a_resumed_run_is_bit_identical(fitted: tuple[Model, Path], tmp_path: Path) -> None:
+def test_a_resumed_run_is_bit_identical(two_bit_model: tuple[Model, Path], tmp_path: Path) -> None:
     """Also determinism: the last block is trained a second time."""
-    shutil.copytree(fitted[1], tmp_path / "half")
+    shutil.copytree(two_bit_model[1], tmp_path / "half")
     for left in (tmp_path / "half").glob("block-2.*"):
         left.unlink()
     model = character_model()
     OmniQuant(bits=2, group_size=16, epochs=5, lr=0.05).apply(
         model, MethodContext(batches=character_batches(), checkpoint=Checkpoint(tmp_path / "half"))
     )
-    expected, result = states(fitted[0]), states(model)
+    expected, result = states(two_bit_model[0]), states(model)
     assert expected.keys() == result.keys()
     assert all(torch.equal(expected[name], result[name]) for name in expected)
 

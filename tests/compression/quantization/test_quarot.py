@@ -86,7 +86,7 @@ def test_eight_bits_barely_change_the_function(name: str, rounding: str) -> None
 def test_a_transform_of_the_inputs_is_undone_in_the_weight() -> None:
     network = BUILDS["gpt2"]()  # its weights are stored transposed
     group = layer_groups(anatomy_of(network).blocks[0])[3]
-    assert group.columns == 48 and not group.writes
+    assert group.columns == 48 and not group.is_input_group
     x, moment, expected = torch.randn(20, 48), HessianObserver(), HessianObserver()
     product = x @ group.layers[0].weight.T
     moment(x)

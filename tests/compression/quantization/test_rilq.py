@@ -33,15 +33,15 @@ RATE = 3e-3  # for a small network; the paper's value is for billions of weights
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> str:
+def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder of the trained language model: the teacher."""
     folder = tmp_path_factory.mktemp("teacher")
     character_model().network.save_pretrained(folder)
     return str(folder)
 
 
-def quantized(place: str, **settings: Any) -> Model:
-    model = character_model(place)
+def quantized(teacher_folder: str, **settings: Any) -> Model:
+    model = character_model(teacher_folder)
     RoundToNearest(**{"bits": 2, "group_size": 16, **settings}).apply(model, MethodContext())
     return model
 
@@ -50,8 +50,8 @@ def quality(model: Model) -> float:
     return perplexity(model, HELD_OUT, context=64).value
 
 
-def repaired(place: str, **settings: Any) -> Model:
-    model = quantized(place)
+def repaired(teacher_folder: str, **settings: Any) -> Model:
+    model = quantized(teacher_folder)
     settings = {"lr": RATE, "updates": 30, "accumulation": 2, "validate_every": 10, **settings}
     Rilq(**settings).apply(model, MethodContext(batches=character_batches()))
     return model
@@ -64,14 +64,14 @@ def logits(model: Model) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def rank_two(place: str) -> Model:
-    return repaired(place, rank=2)
+def rank_two(teacher_folder: str) -> Model:
+    return repaired(teacher_folder, rank=2)
 
 
 @pytest.mark.parametrize("inputs_format", [None, "int8"])
 @pytest.mark.parametrize("merge", [False, True])
-def test_before_training_nothing_is_changed(place: str, merge: bool, inputs_format: str | None) -> None:
-    model, plain = (quantized(place, input_activations=inputs_format) for _ in range(2))
+def test_before_training_nothing_is_changed(teacher_folder: str, merge: bool, inputs_format: str | None) -> None:
+    model, plain = (quantized(teacher_folder, input_activations=inputs_format) for _ in range(2))
     Rilq(rank=4, updates=0, merge=merge).apply(model, MethodContext(batches=character_batches(samples=4)))
     assert torch.equal(logits(model), logits(plain))
     layer = quantized_layers(model.network)["model.layers.0.mlp.up_proj"]
@@ -80,32 +80,32 @@ def test_before_training_nothing_is_changed(place: str, merge: bool, inputs_form
     assert merge or (float(layer.down.abs().min()) > 0 and float(layer.up.abs().max()) == 0)
 
 
-def test_the_rank_matters_less_than_for_per_layer_svd_factors(place: str, rank_two: Model) -> None:
+def test_the_rank_matters_less_than_for_per_layer_svd_factors(teacher_folder: str, rank_two: Model) -> None:
     """Trained model-wise, ranks 2 and 16 end close together; factors of the layers' own errors do not."""
-    svd = [quality(repaired(place, rank=rank, init="svd", updates=0)) for rank in (2, 16)]
-    trained = [quality(rank_two), quality(repaired(place, rank=16))]
-    assert quality(quantized(place)) > svd[0] > svd[1]
+    svd = [quality(repaired(teacher_folder, rank=rank, init="svd", updates=0)) for rank in (2, 16)]
+    trained = [quality(rank_two), quality(repaired(teacher_folder, rank=16))]
+    assert quality(quantized(teacher_folder)) > svd[0] > svd[1]
     assert max(trained) < svd[0]
     assert abs(trained[0] - trained[1]) < 0.5 * (svd[0] - svd[1])
 
 
-def test_the_wider_the_scope_of_the_loss_the_more_is_recovered(place: str, rank_two: Model) -> None:
+def test_the_wider_the_scope_of_the_loss_the_more_is_recovered(teacher_folder: str, rank_two: Model) -> None:
     """Linear-wise and layer-wise, then model-wise, then model-wise with the next token. The paper has linear-wise
     before layer-wise; in so small a network these two change places with the calibration data."""
-    linear, layer = (quality(locally_repaired(place, whole_blocks=whole)) for whole in (False, True))
-    whole, truth = quality(repaired(place, rank=2, gt_loss_weight=0.0)), quality(rank_two)
-    assert quality(quantized(place)) > max(linear, layer)
+    linear, layer = (quality(locally_repaired(teacher_folder, whole_blocks=whole)) for whole in (False, True))
+    whole, truth = quality(repaired(teacher_folder, rank=2, gt_loss_weight=0.0)), quality(rank_two)
+    assert quality(quantized(teacher_folder)) > max(linear, layer)
     assert min(linear, layer) > whole > truth
 
 
-def locally_repaired(place: str, *, whole_blocks: bool) -> Model:
+def locally_repaired(teacher_folder: str, *, whole_blocks: bool) -> Model:
     """Train rank-2 factors for as many steps on the outputs of each layer or block of the full network."""
-    full, model = character_model(), quantized(place)
+    full, model = character_model(), quantized(teacher_folder)
     layers, modules = quantized_layers(model.network), dict(full.network.named_modules())
     adapters = {path: Adapter(layer, 2, pooled=False) for path, layer in layers.items()}
     generator = torch.Generator().manual_seed(0)
     for adapter in adapters.values():
-        adapter.draw(generator)
+        adapter.init_gaussian(generator)
     optimizer = torch.optim.Adam([p for adapter in adapters.values() for p in adapter.parameters()], lr=RATE)
     block_inputs = capture_block_inputs(full.anatomy, character_batches())
     with frozen(model.network), attached(layers, adapters, torch.float32):
@@ -115,7 +115,7 @@ def locally_repaired(place: str, *, whole_blocks: bool) -> Model:
                 seen: dict[str, dict[str, Tensor]] = {p: {} for p in layers if p.startswith(f"{true.path}.")}
                 with torch.no_grad():
                     for path in seen:
-                        modules[path].register_forward_hook(_noting(seen[path]))
+                        modules[path].register_forward_hook(_record_io_hook(seen[path]))
                     target = block_inputs.run(true.module, true.index, batch)
                     for path in seen:
                         modules[path]._forward_hooks.clear()
@@ -123,20 +123,23 @@ def locally_repaired(place: str, *, whole_blocks: bool) -> Model:
                     loss = (block_inputs.run(ours.module, ours.index, batch) - target).square().mean()
                 else:
                     loss = torch.stack(
-                        [(layers[path](note["input"]) - note["output"]).square().mean() for path, note in seen.items()]
+                        [
+                            (layers[path](recorded["input"]) - recorded["output"]).square().mean()
+                            for path, recorded in seen.items()
+                        ]
                     ).sum()
                 optimizer.zero_grad()
                 (64 * loss).backward()
                 optimizer.step()
             advance(block_inputs, true)
     for path, layer in layers.items():
-        adapters[path].stored_beside(layer, torch.float32)
+        adapters[path].add_to_layer(layer, torch.float32)
     return model
 
 
-def _noting(note: dict[str, Tensor]) -> Any:
+def _record_io_hook(recorded: dict[str, Tensor]) -> Any:
     def hook(_: torch.nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        note.update(input=args[0], output=output)
+        recorded.update(input=args[0], output=output)
 
     return hook
 
@@ -161,7 +164,7 @@ def test_merged_zero_points_equal_the_factors(number_format: Integer) -> None:
         adapter.down.normal_()
         adapter.up.normal_(std=0.01)
     x = torch.randn(5, 48)
-    merged = adapter.merged_into(layer, "layer", torch.float32)
+    merged = adapter.merge_into_layer(layer, "layer", torch.float32)
     size = number_format.effective_group_size(48)
     added = (adapter.scaled_up @ adapter.down).repeat_interleave(size, 1)[:, :48]
     zero, scale = merged.packed.unpack().qparams.zero, merged.packed.unpack().qparams.scale
@@ -174,8 +177,8 @@ def test_merged_zero_points_equal_the_factors(number_format: Integer) -> None:
     assert torch.allclose(merged(x), trained, atol=float(allowed.sum(1).max()) * 4)
 
 
-def test_a_merged_model_is_better_at_the_same_size(place: str, tmp_path: Path) -> None:
-    plain, model = quantized(place), repaired(place, rank=2, merge=True, updates=20)
+def test_a_merged_model_is_better_at_the_same_size(teacher_folder: str, tmp_path: Path) -> None:
+    plain, model = quantized(teacher_folder), repaired(teacher_folder, rank=2, merge=True, updates=20)
     assert quality(model) < quality(plain) - 0.02
     layers = quantized_layers(model.network)
     assert {layer.scheme.rank for layer in layers.values()} == {0}
@@ -193,9 +196,9 @@ def test_factors_are_saved_and_loaded(rank_two: Model, tmp_path: Path) -> None:
     assert torch.equal(logits(loaded), logits(rank_two))
 
 
-def test_the_stored_model_equals_the_trained_one(place: str) -> None:
+def test_the_stored_model_equals_the_trained_one(teacher_folder: str) -> None:
     """Hidden states with adapters match the stored model: same scale, same tap."""
-    model = quantized(place)
+    model = quantized(teacher_folder)
     layers = quantized_layers(model.network)
     adapters = {path: Adapter(layer, 3, pooled=False) for path, layer in layers.items()}
     batch = character_batches(samples=1, batch=1)[0]
@@ -206,7 +209,7 @@ def test_the_stored_model_equals_the_trained_one(place: str) -> None:
         with attached(layers, adapters, torch.float32):
             trained = last_hidden_state(model, batch)
         for path, layer in layers.items():
-            adapters[path].stored_beside(layer, torch.float32)
+            adapters[path].add_to_layer(layer, torch.float32)
         seen: dict[str, Tensor] = {}
         with record_io(model.network.get_output_embeddings(), seen):
             model.network(**batch)
@@ -231,7 +234,7 @@ def test_a_layer_computes_as_it_was_trained(rounded: str | None, hadamard: bool)
     weight = (layer.weight + adapter.scaled_up @ adapter.down).sum(0)
     weight = hadamard_matrix(32, torch.float32) @ weight if hadamard else weight
     assert torch.allclose(gradient, weight.expand(5, -1), atol=1e-4)
-    adapter.stored_beside(layer, torch.float32)
+    adapter.add_to_layer(layer, torch.float32)
     with torch.no_grad(), use_backend("reference"):
         assert torch.allclose(layer(x), trained, atol=1e-5)
 
@@ -244,58 +247,58 @@ def test_svd_factors_are_optimal(pooled: bool) -> None:
         dtype=torch.float32,
     )  # fmt: skip
 
-    def rest(rank: int) -> float:
+    def remaining_error(rank: int) -> float:
         adapter = Adapter(layer, rank, pooled)
-        adapter.approximate(error)
+        adapter.init_from_error(error)
         added = adapter.scaled_up @ adapter.down
         return float((error - (added.repeat_interleave(8, 1) if pooled else added)).detach().norm())
 
     if pooled:
         within_groups = error.unflatten(1, (4, 8)) - error.unflatten(1, (4, 8)).mean(-1, keepdim=True)
-        assert abs(rest(4) - float(within_groups.norm())) < 1e-4
+        assert abs(remaining_error(4) - float(within_groups.norm())) < 1e-4
     else:
-        assert rest(12) < 1e-4
-        assert abs(rest(3) - float(torch.linalg.svdvals(error)[3:].norm())) < 1e-4
-    assert rest(1) > rest(2) > rest(3)
+        assert remaining_error(12) < 1e-4
+        assert abs(remaining_error(3) - float(torch.linalg.svdvals(error)[3:].norm())) < 1e-4
+    assert remaining_error(1) > remaining_error(2) > remaining_error(3)
 
 
-class Killed(Exception):
+class InterruptedRunError(Exception):
     pass
 
 
-class Killing:
+class InterruptingProgress:
     """A progress reporter that ends training at an update, like a killed process."""
 
     def __init__(self, update: int) -> None:
         self.update = update
 
-    def track(self, items: Any, what: str, total: int | None = None) -> Iterator[Any]:
+    def track(self, items: Any, description: str, total: int | None = None) -> Iterator[Any]:
         for item in items:
-            if what == "training the adapters" and item == self.update:
-                raise Killed
+            if description == "training the adapters" and item == self.update:
+                raise InterruptedRunError
             yield item
 
 
-def test_resumed_training_is_bit_identical(place: str, tmp_path: Path) -> None:
-    """Killed between two validations; the same seed is bit-identical, another one differs."""
+def test_resumed_training_is_bit_identical(teacher_folder: str, tmp_path: Path) -> None:
+    """Interrupted between two validations; the same seed is bit-identical, another one differs."""
     method = Rilq(rank=2, lr=RATE, updates=7, accumulation=1, validate_every=2)
 
     def run(seed: int = 0, **context: Any) -> dict[str, Tensor]:
-        model = quantized(place)
+        model = quantized(teacher_folder)
         method.apply(model, MethodContext(batches=character_batches(samples=6), seed=seed, **context))
         return dict(model.network.state_dict())
 
     uninterrupted, other = run(), run(seed=1)
-    with pytest.raises(Killed):
-        run(checkpoint=Checkpoint(tmp_path), progress=Killing(5))
+    with pytest.raises(InterruptedRunError):
+        run(checkpoint=Checkpoint(tmp_path), progress=InterruptingProgress(5))
     resumed = run(checkpoint=Checkpoint(tmp_path))
     assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
     assert not all(torch.equal(uninterrupted[name], other[name]) for name in uninterrupted)
 
 
-def test_the_best_factors_are_kept_and_training_stops_early(place: str) -> None:
+def test_the_best_factors_are_kept_and_training_stops_early(teacher_folder: str) -> None:
     """At a far too large learning rate the best step is the first, and patience stops training."""
-    model, plain = quantized(place), quantized(place)
+    model, plain = quantized(teacher_folder), quantized(teacher_folder)
     method = Rilq(rank=2, lr=1.0, updates=50, accumulation=1, validate_every=1, patience=3)
     facts = method.apply(model, MethodContext(batches=character_batches(samples=6)))
     assert facts["updates"] == 3 and facts["loss_after"] == facts["loss_before"]
@@ -305,7 +308,7 @@ def test_the_best_factors_are_kept_and_training_stops_early(place: str) -> None:
     assert torch.equal(logits(model), logits(plain))
 
 
-def test_padding_is_ignored(place: str) -> None:
+def test_padding_is_ignored(teacher_folder: str) -> None:
     batches = [inputs("llama", seed=seed) for seed in range(2)]
     garbled = [{name: tensor.clone() for name, tensor in batch.items()} for batch in batches]
     for batch in (*batches, *garbled):
@@ -313,35 +316,36 @@ def test_padding_is_ignored(place: str) -> None:
     for batch in garbled:
         batch["input_ids"][0, 6:] = 7
     facts = [
-        Rilq(rank=2, updates=0).apply(quantized(place), MethodContext(batches=data)) for data in (batches, garbled)
+        Rilq(rank=2, updates=0).apply(quantized(teacher_folder), MethodContext(batches=data))
+        for data in (batches, garbled)
     ]
     assert facts[0]["loss_before"] == pytest.approx(facts[1]["loss_before"], rel=1e-5)
 
 
-def refusal(method: Method, model: Model, kind: type[Exception] = ModelError, batches: int = 2) -> str:
+def refusal(method: Method, model: Model, error_type: type[Exception] = ModelError, batches: int = 2) -> str:
     data = [inputs("llama", seed=seed) for seed in range(batches)]
-    with pytest.raises(kind) as caught:
+    with pytest.raises(error_type) as caught:
         method.apply(model, MethodContext(batches=data))
     return str(caught.value)
 
 
-def test_mismatched_models_and_teachers_are_refused(place: str, tmp_path: Path) -> None:
-    assert "put one, such as rtn, before it" in refusal(Rilq(), character_model(place))
+def test_mismatched_models_and_teachers_are_refused(teacher_folder: str, tmp_path: Path) -> None:
+    assert "put one, such as rtn, before it" in refusal(Rilq(), character_model(teacher_folder))
     assert "name it, as `teacher: FOLDER`" in refusal(Rilq(), quantized(""))
-    assert "no model at" in refusal(Rilq(teacher="nowhere"), quantized(place))
-    assert "at least two batches" in refusal(Rilq(), quantized(place), DataError, batches=1)
-    save_artifact(quantized(place), tmp_path)
-    assert "is itself quantized" in refusal(Rilq(teacher=str(tmp_path)), quantized(place))
-    twice = repaired(place, rank=2, updates=0)
+    assert "no model at" in refusal(Rilq(teacher="nowhere"), quantized(teacher_folder))
+    assert "at least two batches" in refusal(Rilq(), quantized(teacher_folder), DataError, batches=1)
+    save_artifact(quantized(teacher_folder), tmp_path)
+    assert "is itself quantized" in refusal(Rilq(teacher=str(tmp_path)), quantized(teacher_folder))
+    twice = repaired(teacher_folder, rank=2, updates=0)
     assert "has low-rank adapters already" in refusal(Rilq(), twice)
     encoder = Model(BUILDS["bert"]())
     RoundToNearest(bits=4, group_size=16).apply(encoder, MethodContext())
     assert "needs a language model" in refusal(Rilq(), encoder)
-    assert "`merge: true` needs them" in refusal(Rilq(merge=True), quantized(place, format="nf2/16"))
+    assert "`merge: true` needs them" in refusal(Rilq(merge=True), quantized(teacher_folder, format="nf2/16"))
 
 
-def test_svd_is_refused_if_the_weights_were_changed_before(place: str) -> None:
-    model = quantized(place)
+def test_svd_is_refused_if_the_weights_were_changed_before(teacher_folder: str) -> None:
+    model = quantized(teacher_folder)
     with torch.no_grad():
         model.network.model.layers[1].input_layernorm.weight.mul_(1.01)
     assert "use `init: zero`" in refusal(Rilq(init="svd", updates=0), model)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smelt.compression.base import METHODS, MethodContext
-from smelt.compression.quantization.rounding import POWER, round_to_nearest, search_qparams
+from smelt.compression.quantization.rounding import ERROR_POWER, round_to_nearest, search_qparams
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
 from smelt.numerics import FORMATS, get_format
@@ -46,7 +46,7 @@ def test_the_range_search_is_never_worse(name: str) -> None:
     grouped = number_format.split_groups(weight)
 
     def errors(values: torch.Tensor) -> torch.Tensor:
-        powers = number_format.split_groups(values - weight).abs().pow(POWER).sum(-1)
+        powers = number_format.split_groups(values - weight).abs().pow(ERROR_POWER).sum(-1)
         return powers.sum() if "tensor" in name else powers
 
     plain, searched = round_to_nearest(weight, number_format), round_to_nearest(weight, number_format, search=True)

@@ -20,7 +20,7 @@ RELU = ("opt", "opt-post-norm")
 
 
 def random_scale(group: LayerGroup, source: ScaleSource) -> Tensor:
-    return source.fitting(torch.rand(group.columns, dtype=torch.float64) * 3 + 0.2)
+    return source.foldable(torch.rand(group.columns, dtype=torch.float64) * 3 + 0.2)
 
 
 def every_source(blocks: tuple[Block, ...]) -> list[tuple[LayerGroup, ScaleSource | None]]:
@@ -58,7 +58,7 @@ def test_grouped_queries_share_the_mean_of_their_scales() -> None:
     assert source is not None
     scale = torch.arange(32.0)
     expected = torch.stack([scale[:16].reshape(2, 8).mean(0), scale[16:].reshape(2, 8).mean(0)])
-    assert torch.equal(source.fitting(scale).reshape(2, 2, 8), expected[:, None].expand(2, 2, 8))
+    assert torch.equal(source.foldable(scale).reshape(2, 2, 8), expected[:, None].expand(2, 2, 8))
     assert group.columns == 32
 
 

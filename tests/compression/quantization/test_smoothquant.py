@@ -11,7 +11,7 @@ from torch import Tensor
 from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.calibration.block_inputs import capture_block_inputs
 from smelt.compression.quantization.base import BlockWork
-from smelt.compression.quantization.smoothquant import SmoothQuant, smoothing
+from smelt.compression.quantization.smoothquant import SmoothQuant, smoothing_scale
 from smelt.errors import RecipeError
 from smelt.models.anatomy import anatomy_of
 from smelt.models.model import Model
@@ -28,7 +28,7 @@ def batches(name: str) -> list[dict[str, Tensor]]:
     return [inputs(name, seed=seed) for seed in range(3)]
 
 
-def quantised(name: str, **settings: Any) -> tuple[Model, dict[str, Any]]:
+def apply_smoothquant(name: str, **settings: Any) -> tuple[Model, dict[str, Any]]:
     model = Model(BUILDS[name]())
     facts = METHODS.build({"method": "smoothquant", **settings}).apply(model, MethodContext(batches=batches(name)))
     return model, facts
@@ -45,19 +45,19 @@ def test_one_outlier_channel_matches_the_card() -> None:
     def ordinary(scale: Tensor) -> float:
         return signal_to_noise(x[:, quiet], (INT8.fake_quantize(x / scale) * scale)[:, quiet])
 
-    none, smooth = torch.ones(512), smoothing(layer_group(weight), x.abs().amax(0), 0.5)
+    none, smooth = torch.ones(512), smoothing_scale(layer_group(weight), x.abs().amax(0), 0.5)
     assert (output(none), output(smooth)) == pytest.approx((26.0, 43.1), abs=0.5)
     assert (ordinary(none), ordinary(smooth)) == pytest.approx((12.5, 33.0), abs=0.7)
 
 
 def test_the_closed_form_uses_all_layers_that_share_the_input() -> None:
     group = layer_group(torch.tensor([[1.0, -4.0]]), torch.tensor([[-9.0, 2.0], [0.5, 0.0]]))
-    result = smoothing(group, torch.tensor([16.0, 25.0]), 0.25)
+    result = smoothing_scale(group, torch.tensor([16.0, 25.0]), 0.25)
     assert torch.allclose(result, torch.tensor([16.0**0.25 / 9.0**0.75, 25.0**0.25 / 4.0**0.75]))
 
 
 def test_zero_channels_and_zero_columns_keep_a_positive_scale() -> None:
-    result = smoothing(layer_group(torch.tensor([[0.0, 1.0, 0.0]])), torch.tensor([3.0, 0.0, 0.0]), 0.5)
+    result = smoothing_scale(layer_group(torch.tensor([[0.0, 1.0, 0.0]])), torch.tensor([3.0, 0.0, 0.0]), 0.5)
     assert bool((result > 0).all()) and bool(result.isfinite().all())
 
 
@@ -78,7 +78,7 @@ def test_smoothing_alone_changes_nothing() -> None:
 
 
 def test_only_what_a_norm_feeds_is_smoothed() -> None:
-    model, facts = quantised("llama")
+    model, facts = apply_smoothquant("llama")
     into = {path.rpartition(".")[2]: fact["scaling"]["into"] for path, fact in facts["layers"].items()}
     norm_fed = ("q_proj", "k_proj", "v_proj", "up_proj", "gate_proj")
     assert into == {**dict.fromkeys(norm_fed, "norm"), "o_proj": None, "down_proj": None}
@@ -89,12 +89,12 @@ def test_only_what_a_norm_feeds_is_smoothed() -> None:
 
 
 def test_a_post_norm_network_is_not_smoothed_and_reports_it() -> None:
-    _, facts = quantised("bert")
+    _, facts = apply_smoothquant("bert")
     assert {fact["scaling"]["into"] for fact in facts["layers"].values()} == {None}
 
 
 def test_the_defaults_are_w8a8() -> None:
-    _, facts = quantised("opt")
+    _, facts = apply_smoothquant("opt")
     schemes = [fact["scheme"] for fact in facts["layers"].values()]
     assert all(scheme == {"weight": "int8@float16", "inputs": "int8", "static": False} for scheme in schemes)
 

@@ -136,21 +136,21 @@ def test_fake_quantization_keeps_the_dtype() -> None:
 
 
 @contextmanager
-def really_rounded(anatomy: Anatomy, method: SpinQuant) -> Iterator[None]:
+def quantized_input_hooks(anatomy: Anatomy, method: SpinQuant) -> Iterator[None]:
     """Quantize the inputs of every linear layer of a rotated network, as packed layers do."""
-    given = ActivationQuant(FORMATS[str(method.input_activations)], clip_ratio=method.input_clip_ratio)
+    activation_quant = ActivationQuant(FORMATS[str(method.input_activations)], clip_ratio=method.input_clip_ratio)
 
     def plain(_: Any, args: tuple[Tensor, ...]) -> Tensor:
-        return given.fake_quantize(args[0])
+        return activation_quant.fake_quantize(args[0])
 
-    def turned(_: Any, args: tuple[Tensor, ...]) -> Tensor:
-        return hadamard_transform(given.fake_quantize(hadamard_transform(args[0])), inverse=True)
+    def quantize_rotated(_: Any, args: tuple[Tensor, ...]) -> Tensor:
+        return hadamard_transform(activation_quant.fake_quantize(hadamard_transform(args[0])), inverse=True)
 
     hooks = []
     for part in anatomy.parts:
-        for module in {id(writer.module): writer.module for writer in part.input_projections}.values():
+        for module in {id(projection.module): projection.module for projection in part.input_projections}.values():
             hooks.append(module.register_forward_pre_hook(plain))
-        hooks.append(part.output.module.register_forward_pre_hook(turned if method.rotates(part) else plain))
+        hooks.append(part.output.module.register_forward_pre_hook(quantize_rotated if method.rotates(part) else plain))
     yield
     for hook in hooks:
         hook.remove()
@@ -168,10 +168,10 @@ def test_the_trained_network_equals_the_rotated_one(settings: dict[str, Any]) ->
     start = random_rotations(anatomy_of(network), seed=4)
     assert start.stream is not None
     turns = {"stream": start.stream.float(), **{str(block): turn.float() for block, turn in start.values.items()}}
-    with method.rounding_inputs(anatomy_of(network), turns):
+    with method.quantized_inputs(anatomy_of(network), turns):
         logits = network(**inputs("qwen3")).logits
     rotate_network(anatomy_of(rotated), start)
-    with really_rounded(anatomy_of(rotated), method):
+    with quantized_input_hooks(anatomy_of(rotated), method):
         expected = rotated(**inputs("qwen3")).logits
     # a value on the edge between two steps may fall on either side
     assert ((logits - expected).abs() < 1e-4).float().mean() > 0.9
@@ -181,7 +181,7 @@ def test_the_trained_network_equals_the_rotated_one(settings: dict[str, Any]) ->
 
 
 def mean_loss(model: Model, method: SpinQuant, turns: dict[str, Tensor], data: list[dict[str, Tensor]]) -> float:
-    with torch.no_grad(), method.rounding_inputs(model.anatomy, turns):
+    with torch.no_grad(), method.quantized_inputs(model.anatomy, turns):
         return sum(float(batch_loss(model.network, batch)) for batch in data) / len(data)
 
 

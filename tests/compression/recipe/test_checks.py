@@ -35,9 +35,9 @@ def recipe(method: str = "gptq", **data: Any) -> Recipe:
     return Recipe.parse({"data": data, "steps": [{"method": method, "group_size": -1}]})
 
 
-def refused(source: str, made: Recipe, words: str, folder: Path, **options: Any) -> None:
+def refused(source: str, parsed_recipe: Recipe, words: str, folder: Path, **options: Any) -> None:
     with pytest.raises(SmeltError, match=words) as caught:
-        compress(source, made, folder / "out", **options)
+        compress(source, parsed_recipe, folder / "out", **options)
     assert "\n" not in str(caught.value)
     assert not list(folder.iterdir())
 

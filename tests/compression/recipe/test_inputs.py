@@ -108,9 +108,9 @@ def test_labels_unknown_to_the_model(labels: list[object], tmp_path: Path) -> No
 def test_rows_longer_than_the_context_are_truncated(tmp_path: Path) -> None:
     config = transformers.BertConfig(**ENCODER, max_position_embeddings=10)
     model = Model(transformers.BertForSequenceClassification(config), character_tokenizer(encoder=True))
-    made = recipe(rows(tmp_path / "rows.jsonl", [0, 1] * 4))
+    parsed_recipe = recipe(rows(tmp_path / "rows.jsonl", [0, 1] * 4))
     long = LabeledData("long", ("a" * 50,) * 8, None, np.array([0, 1] * 4), False)
-    (batch, *_) = calibration_batches(made.data, long, model, seed=0)
+    (batch, *_) = calibration_batches(parsed_recipe.data, long, model, seed=0)
     assert batch["input_ids"].shape == (3, 10)
 
 

@@ -16,8 +16,8 @@ from smelt.compression.recipe.recipe import (
     CalibrationSettings,
     EvaluationSettings,
     Recipe,
-    bytes_of,
     migrate,
+    parse_bytes,
     recipe_schema,
 )
 from smelt.errors import RecipeError
@@ -68,13 +68,13 @@ def test_every_method_with_its_defaults_round_trips(name: str) -> None:
     [("2 GB", 2 * 10**9), ("512MiB", 512 * 2**20), (" 1.5 kb ", 1500), (1000, 1000), ("7 b", 7), ("1e3", 1000)],
 )
 def test_sizes(text: object, size: int) -> None:
-    assert bytes_of(text) == size
+    assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GB", "2 lightyears", "-1 GB", "0", "nan", "inf", "1e999", "2 GB 3", [1], True])
 def test_invalid_sizes(text: object) -> None:
     with pytest.raises(RecipeError):
-        bytes_of(text)
+        parse_bytes(text)
 
 
 def test_a_file_too_large_to_be_a_recipe(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from smelt.models.kv_cache import KVCacheFormat
 from smelt.models.model import Model
 from tests.kvcache.streaming.test_bounded_cache import everything, same
 from tests.serve.test_detokenizer import byte_tokenizer
-from tests.tiny import BUILDS, DECODER, _made
+from tests.tiny import BUILDS, DECODER, build_network
 
 CAP, KEEP, ROOM = 40, 14, 8
 FULL = CAP - ROOM  # tokens after which the cache is compressed
@@ -269,7 +269,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 @pytest.mark.parametrize("rope", [None, YARN])
 @torch.no_grad()
 def test_rerotated_keys_equal_keys_computed_at_the_new_position(rope: dict[str, Any] | None) -> None:
-    network = _made(hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER, rope_parameters=rope))
+    network = build_network(hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER, rope_parameters=rope))
     ids = words(12)
     old, new = torch.arange(40, 100, 5), torch.arange(12)
     moved = position_remapper(network)(_keys_at(network, ids, old), old, new)
@@ -307,12 +307,12 @@ def test_asking_leaves_the_cache_bit_identical(pushed: int) -> None:
 
 
 def test_text_in_and_out_and_remembered_answers() -> None:
-    network = _made(hf.LlamaForCausalLM, hf.LlamaConfig(**{**DECODER, "vocab_size": 300}))
+    network = build_network(hf.LlamaForCausalLM, hf.LlamaConfig(**{**DECODER, "vocab_size": 300}))
     model = Model(network, byte_tokenizer())
 
     def fresh() -> TextStream:
         stream = TextStream(model, CAP, keep=KEEP, reserved=ROOM, method=InfiniPot(prompt="sum"))
-        stream.push("the colour of the sea is a matter of taste")
+        stream.push("the color of the sea is a matter of taste")
         return stream
 
     one, other = fresh(), fresh()

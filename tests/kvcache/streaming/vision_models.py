@@ -9,7 +9,7 @@ import transformers as hf
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.tiny import Build, _made
+from tests.tiny import Build, build_network
 
 TEXT = {
     "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -29,7 +29,7 @@ def qwen2_vl(sections: list[int]) -> PreTrainedModel:
     vision = {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
     text = {**TEXT, "rope_parameters": {**ROPE, "mrope_section": sections}}
     config = hf.Qwen2VLConfig(vision_config=vision, text_config=text, **TOKENS, vision_start_token_id=96)
-    return _made(hf.Qwen2VLForConditionalGeneration, config)
+    return build_network(hf.Qwen2VLForConditionalGeneration, config)
 
 
 def _qwen2_5_vl() -> PreTrainedModel:
@@ -39,7 +39,7 @@ def _qwen2_5_vl() -> PreTrainedModel:
     }  # fmt: skip
     text = {**TEXT, "rope_parameters": ROPE}
     config = hf.Qwen2_5_VLConfig(vision_config=vision, text_config=text, **TOKENS, vision_start_token_id=96)
-    return _made(hf.Qwen2_5_VLForConditionalGeneration, config)
+    return build_network(hf.Qwen2_5_VLForConditionalGeneration, config)
 
 
 def _llava_onevision() -> PreTrainedModel:
@@ -52,12 +52,12 @@ def _llava_onevision() -> PreTrainedModel:
         vision_feature_layer=-1,
         vision_feature_select_strategy="full",
     )
-    return _made(hf.LlavaOnevisionForConditionalGeneration, config)
+    return build_network(hf.LlavaOnevisionForConditionalGeneration, config)
 
 
 def llava(config: Any, network: Any) -> PreTrainedModel:
     """Build a model of the LLaVA family from its classes."""
-    return _made(
+    return build_network(
         network,
         config(
             vision_config=hf.SiglipVisionConfig(**TOWER, vision_use_head=False),
@@ -73,7 +73,7 @@ def _smolvlm() -> PreTrainedModel:
     config = hf.SmolVLMConfig(
         vision_config=TOWER, text_config=hf.LlamaConfig(**TEXT), image_token_id=97, scale_factor=2, pad_token_id=0
     )
-    return _made(hf.SmolVLMForConditionalGeneration, config)
+    return build_network(hf.SmolVLMForConditionalGeneration, config)
 
 
 SEEING: dict[str, Build] = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from smelt.compression.allocation.unit_search import Candidates, KeptUnits, forced_count, kept_importance, search
+from smelt.compression.allocation.unit_search import Candidates, KeptUnits, kept_importance, required_count, search
 from smelt.errors import BudgetError, RecipeError
 from smelt.measure.cost import Workload
 from smelt.models.anatomy import Anatomy, Part
@@ -20,7 +20,7 @@ from smelt.targets.device import Device
 from smelt.targets.operators import AttentionOp, FeedForwardOp
 from smelt.targets.table import LatencyTable, PiecewiseFit, fit_piecewise, measure_table, sample_widths
 
-TIGHTENINGS = 40
+MAX_TIGHTENINGS = 40
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class LatencyTables:
     """Latency of a layer by the number of units kept, for attention and FFN."""
 
     heads: LatencyTable
-    filters: LatencyTable
+    ffn_channels: LatencyTable
 
-    def of(self, kind: str) -> LatencyTable:
-        return self.heads if kind == "heads" else self.filters
+    def for_kind(self, kind: str) -> LatencyTable:
+        return self.heads if kind == "heads" else self.ffn_channels
 
     def seconds(self, parts: Sequence[Candidates], choice: KeptUnits) -> float:
         """Return the latency of a choice according to the tables."""
-        return float(sum(self.of(part.kind).seconds[len(kept)] for part, kept in zip(parts, choice, strict=True)))
+        return float(sum(self.for_kind(part.kind).seconds[len(kept)] for part, kept in zip(parts, choice, strict=True)))
 
 
 def search_under_latency(
@@ -55,7 +55,7 @@ def measure_latency_tables(anatomy: Anatomy, workload: Workload, seed: int = 0, 
     device = Device(weight.device.type, seed=seed)
     dtype = str(weight.dtype).removeprefix("torch.")
     heads = _widest(anatomy, "heads")
-    filters = _widest(anatomy, "ffn_channels")
+    ffn = _widest(anatomy, "ffn_channels")
 
     def attention(units: int) -> AttentionOp:
         return AttentionOp(
@@ -66,13 +66,13 @@ def measure_latency_tables(anatomy: Anatomy, workload: Workload, seed: int = 0, 
 
     def feed_forward(units: int) -> FeedForwardOp:
         return FeedForwardOp(
-            hidden=filters.output.out_features, ffn_channels=units, gated=len(filters.input_projections) > 1,
+            hidden=ffn.output.out_features, ffn_channels=units, gated=len(ffn.input_projections) > 1,
             tokens=workload.tokens, batch=workload.batch, dtype=dtype,
         )  # fmt: skip
 
     return LatencyTables(
         measure_table(device, attention, sample_widths(heads.units), seconds=seconds / 2, seed=seed),
-        measure_table(device, feed_forward, sample_widths(filters.units, 64), seconds=seconds / 2, seed=seed),
+        measure_table(device, feed_forward, sample_widths(ffn.units, 64), seconds=seconds / 2, seed=seed),
     )
 
 
@@ -85,8 +85,8 @@ def search_latency(parts: Sequence[Candidates], tables: LatencyTables, keep: flo
     all_units = [np.arange(len(part.importance)) for part in parts]
     limit = keep * tables.seconds(parts, all_units)
     budget = limit
-    for _ in range(TIGHTENINGS):
-        choice = _search_on_line(parts, fit_piecewise(tables.heads), fit_piecewise(tables.filters), budget)
+    for _ in range(MAX_TIGHTENINGS):
+        choice = _search_with_fit(parts, fit_piecewise(tables.heads), fit_piecewise(tables.ffn_channels), budget)
         if choice is None:
             break
         latency = tables.seconds(parts, choice)
@@ -104,35 +104,35 @@ class _Layers:
 
     positions: list[int]  # of the parts, in that order
     base: np.ndarray  # importance of each layer's free units, in that order
-    line: PiecewiseFit
+    fit: PiecewiseFit
 
     def dropped(self, count: int) -> list[int]:
         return self.positions[:count]
 
 
-def _layers(parts: Sequence[Candidates], kind: str, line: PiecewiseFit) -> _Layers:
+def _layers(parts: Sequence[Candidates], kind: str, fit: PiecewiseFit) -> _Layers:
     positions = [i for i, part in enumerate(parts) if part.kind == kind]
-    free = {i: parts[i].importance[parts[i].ranking()[: _free(parts[i], line)]].sum() for i in positions}
-    positions.sort(key=lambda i: (parts[i].floor > 0, free[i]))  # protected layers are never dropped
-    return _Layers(positions, np.array([free[i] for i in positions]), line)
+    free = {i: parts[i].importance[parts[i].ranking()[: _num_free(parts[i], fit)]].sum() for i in positions}
+    positions.sort(key=lambda i: (parts[i].min_units > 0, free[i]))  # protected layers are never dropped
+    return _Layers(positions, np.array([free[i] for i in positions]), fit)
 
 
-def _free(part: Candidates, line: PiecewiseFit) -> int:
+def _num_free(part: Candidates, fit: PiecewiseFit) -> int:
     """Return the number of units that cost nothing once the layer exists; all of them if the fit is flat."""
     units = len(part.importance)
-    return units if line.slope == 0 else max(min(line.threshold, units), part.floor)
+    return units if fit.slope == 0 else max(min(fit.threshold, units), part.min_units)
 
 
-def _search_on_line(
-    parts: Sequence[Candidates], heads_line: PiecewiseFit, filters_line: PiecewiseFit, budget: float
+def _search_with_fit(
+    parts: Sequence[Candidates], heads_fit: PiecewiseFit, ffn_fit: PiecewiseFit, budget: float
 ) -> KeptUnits | None:
-    heads, filters = _layers(parts, "heads", heads_line), _layers(parts, "ffn_channels", filters_line)
+    heads, ffn = _layers(parts, "heads", heads_fit), _layers(parts, "ffn_channels", ffn_fit)
     best: KeptUnits | None = None
     best_value = -np.inf
-    for heads_dropped in range(_most_dropped(parts, heads) + 1):
-        for filters_dropped in range(_most_dropped(parts, filters) + 1):
-            dropped = set(heads.dropped(heads_dropped) + filters.dropped(filters_dropped))
-            choice = _fill(parts, dropped, heads, filters, budget)
+    for heads_dropped in range(_max_dropped(parts, heads) + 1):
+        for ffn_dropped in range(_max_dropped(parts, ffn) + 1):
+            dropped = set(heads.dropped(heads_dropped) + ffn.dropped(ffn_dropped))
+            choice = _fill_budget(parts, dropped, heads, ffn, budget)
             if choice is None:
                 continue
             value = kept_importance(parts, choice)
@@ -141,24 +141,24 @@ def _search_on_line(
     return best
 
 
-def _most_dropped(parts: Sequence[Candidates], layers: _Layers) -> int:
-    return sum(parts[i].floor == 0 for i in layers.positions)
+def _max_dropped(parts: Sequence[Candidates], layers: _Layers) -> int:
+    return sum(parts[i].min_units == 0 for i in layers.positions)
 
 
-def _fill(
-    parts: Sequence[Candidates], gone: set[int], heads: _Layers, filters: _Layers, budget: float
+def _fill_budget(
+    parts: Sequence[Candidates], dropped: set[int], heads: _Layers, ffn: _Layers, budget: float
 ) -> KeptUnits | None:
     """Keep the free units of every remaining layer and the best further ones within the remaining budget."""
-    priced: list[Candidates] = []
+    candidates: list[Candidates] = []
     for i, part in enumerate(parts):
-        line = heads.line if part.kind == "heads" else filters.line
-        if i in gone:
-            priced.append(replace(part, importance=np.zeros(0), floor=0, price=max(line.slope, 1e-12)))
+        fit = heads.fit if part.kind == "heads" else ffn.fit
+        if i in dropped:
+            candidates.append(replace(part, importance=np.zeros(0), min_units=0, unit_cost=max(fit.slope, 1e-12)))
             continue
-        free = _free(part, line)
-        extra = line.slope * max(0, free - line.threshold)
-        budget -= line.constant + extra
-        priced.append(replace(part, floor=free, price=max(line.slope, 1e-12)))
+        free = _num_free(part, fit)
+        extra = fit.slope * max(0, free - fit.threshold)
+        budget -= fit.constant + extra
+        candidates.append(replace(part, min_units=free, unit_cost=max(fit.slope, 1e-12)))
     if budget < 0:
         return None
-    return search(priced, budget + sum(part.price * forced_count(part) for part in priced))
+    return search(candidates, budget + sum(part.unit_cost * required_count(part) for part in candidates))

@@ -59,7 +59,7 @@ class ActivationStore:
     def _write(self, batch: int, tensor: Tensor) -> None:
         if self._files is None:
             self._files = tempfile.TemporaryDirectory(prefix="activations-", dir=self._folder)
-        raw, path = _raw(tensor), Path(self._files.name) / f"{batch}.raw"
+        raw, path = _as_bytes(tensor), Path(self._files.name) / f"{batch}.raw"
         with explain_disk_errors(path):  # not memory-mapped: a full disk would then kill the process
             path.write_bytes(raw.tobytes())
         self._on_disk[batch] = _StoredTensor(path, raw.shape, tensor.dtype, tensor.device)
@@ -75,7 +75,7 @@ class _StoredTensor:
     device: torch.device
 
 
-def _raw(tensor: Tensor) -> np.ndarray:
+def _as_bytes(tensor: Tensor) -> np.ndarray:
     """View a tensor as bytes, its last dimension in bytes."""
     raw: np.ndarray = tensor.detach().contiguous().cpu().view(torch.uint8).numpy()
     return raw
@@ -114,7 +114,7 @@ class BlockInputs:
         return BlockInputs(hidden, self._calls, self.masks)
 
 
-class _StopForward(Exception):
+class StopForward(Exception):
     """Raised where the forward pass need not continue."""
 
 
@@ -131,14 +131,14 @@ def capture_block_inputs(
 
     `device` is where the blocks will run, if not where the network is.
     """
-    home = next(anatomy.network.parameters()).device
+    network_device = next(anatomy.network.parameters()).device
     hidden, calls, masks = ActivationStore(limit, folder), [], []
     for position, batch in enumerate(batches):
-        inputs = {name: tensor.to(home) for name, tensor in batch.items() if name != "labels"}
-        first, batch_calls = moved(_record(anatomy, inputs), device or home)
+        inputs = {name: tensor.to(network_device) for name, tensor in batch.items() if name != "labels"}
+        first, batch_calls = move_to(_record(anatomy, inputs), device or network_device)
         hidden[position] = first
         calls.append(batch_calls)
-        mask = moved(inputs.get("attention_mask"), device or home)
+        mask = move_to(inputs.get("attention_mask"), device or network_device)
         masks.append(None if mask is None or bool(mask.all()) else mask.bool())
     return BlockInputs(hidden, calls, masks)
 
@@ -149,15 +149,15 @@ def _record(anatomy: Anatomy, inputs: Batch) -> tuple[Tensor, list[_BlockCall]]:
     calls: list[_BlockCall] = []
     sequential = all(part.kind != "channels" for part in anatomy.parts)
 
-    def pass_on(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def record_call(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         first_inputs.append(hidden_states)
         calls.append(_BlockCall(args, kwargs))
         if not sequential or len(calls) == len(anatomy.blocks):
-            raise _StopForward
+            raise StopForward
         return (hidden_states,) if anatomy.family.returns_tuple else hidden_states
 
     options = {"use_cache": False} if hasattr(anatomy.network.config, "use_cache") else {}
-    with _replaced_forward([block.module for block in anatomy.blocks], pass_on), suppress(_StopForward):
+    with _replaced_forward([block.module for block in anatomy.blocks], record_call), suppress(StopForward):
         anatomy.network.base_model(**inputs, **options)
     return first_inputs[0], calls
 
@@ -180,7 +180,7 @@ def record_io(module: nn.Module, recorded: dict[str, Tensor], *, stop: bool = Fa
     def before(_: nn.Module, args: tuple[Tensor, ...]) -> None:
         recorded["input"] = args[0]
         if stop:
-            raise _StopForward
+            raise StopForward
 
     def after(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         recorded["output"] = output
@@ -188,7 +188,7 @@ def record_io(module: nn.Module, recorded: dict[str, Tensor], *, stop: bool = Fa
     hooks = [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
     try:
         yield
-    except _StopForward:
+    except StopForward:
         pass
     finally:
         for hook in hooks:
@@ -205,27 +205,27 @@ def advance(block_inputs: BlockInputs, block: Block) -> None:
 @contextmanager
 def on_device(module: nn.Module, device: torch.device | None) -> Iterator[None]:
     """Move a module to a device inside the context, and back afterwards; None: leave it."""
-    home = next(module.parameters()).device
-    if device is None or device == home:
+    original_device = next(module.parameters()).device
+    if device is None or device == original_device:
         yield
         return
     module.to(device)
     try:
         yield
     finally:
-        module.to(home)
+        module.to(original_device)
 
 
-def moved(value: Any, device: torch.device) -> Any:
+def move_to(value: Any, device: torch.device) -> Any:
     """Move a tensor, or a structure of tensors, to a device."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, dict):
-        return {key: moved(item, device) for key, item in value.items()}
+        return {key: move_to(item, device) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(moved(item, device) for item in value)
+        return type(value)(move_to(item, device) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.replace(
-            value, **{f.name: moved(getattr(value, f.name), device) for f in dataclasses.fields(value)}
+            value, **{f.name: move_to(getattr(value, f.name), device) for f in dataclasses.fields(value)}
         )
     return value

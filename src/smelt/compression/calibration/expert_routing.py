@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.compression.calibration.block_inputs import BlockInputs
+from smelt.compression.calibration.block_inputs import BlockInputs, StopForward
 from smelt.models.anatomy import Block
 from smelt.models.experts import SeparateExperts
 
@@ -59,10 +59,6 @@ def track_routing(block: nn.Module) -> Iterator[ExpertRouting]:
             hook.remove()
 
 
-class _StopForward(Exception):
-    """Raised once the experts are chosen: the rest of the block need not run."""
-
-
 @torch.no_grad()
 def count_expert_tokens(block_inputs: BlockInputs, block: Block) -> dict[str, int]:
     """Count the unpadded tokens routed to each expert of a block, by its path; the block runs only up to the router."""
@@ -76,13 +72,13 @@ def count_expert_tokens(block_inputs: BlockInputs, block: Block) -> dict[str, in
         index = args[1] if mask is None else args[1][mask.flatten()]  # [tokens, chosen]
         for position, tokens in enumerate(torch.bincount(index.flatten(), minlength=len(experts)).tolist()):
             counts[position] += tokens
-        raise _StopForward
+        raise StopForward
 
     hook = experts[0].mixture.module.register_forward_pre_hook(count)
     try:
         for batch in range(len(block_inputs)):
             mask = block_inputs.masks[batch]
-            with suppress(_StopForward):
+            with suppress(StopForward):
                 block_inputs.run(block.module, block.index, batch)
     finally:
         hook.remove()

@@ -89,7 +89,7 @@ def _checkpointed(anatomy: Anatomy, enabled: bool) -> Iterator[None]:
     """Make every block save only its input for the backward pass."""
     modules: Sequence[nn.Module] = [block.module for block in anatomy.blocks] if enabled else []
     for module in modules:
-        module.forward = _rerun(module.forward)  # an instance attribute that shadows the method
+        module.forward = _with_checkpointing(module.forward)  # an instance attribute that shadows the method
     try:
         yield
     finally:
@@ -97,7 +97,7 @@ def _checkpointed(anatomy: Anatomy, enabled: bool) -> Iterator[None]:
             del module.forward
 
 
-def _rerun(forward: Any) -> Any:
+def _with_checkpointing(forward: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
@@ -124,8 +124,8 @@ def all_mask_gradients(
         name = f"gradients-{start:05d}"
         done = checkpoint.load(name)
         if done is None:
-            piece = batches[start : start + BATCHES_PER_CHECKPOINT]
-            gradients = [mask_gradients(anatomy, batch, checkpointing=checkpointing) for batch in piece]
+            chunk = batches[start : start + BATCHES_PER_CHECKPOINT]
+            gradients = [mask_gradients(anatomy, batch, checkpointing=checkpointing) for batch in chunk]
             done = {"gradients": torch.stack(gradients)}
             checkpoint.save(name, done)
         rows.append(done["gradients"].cpu().numpy())

@@ -26,8 +26,8 @@ class Moments:
 
 
 @torch.no_grad()
-def block_moments(block_inputs: BlockInputs, block: Block, *, carry: bool = False) -> list[Moments]:
-    """Return the moments of every part of a block; with `carry`, also advance the inputs to the next block.
+def block_moments(block_inputs: BlockInputs, block: Block, *, advance: bool = False) -> list[Moments]:
+    """Return the moments of every part of a block; with `advance`, also advance the inputs to the next block.
 
     The moments of an expert are over the tokens routed to it, and zero if there are none.
     """
@@ -53,6 +53,6 @@ def block_moments(block_inputs: BlockInputs, block: Block, *, carry: bool = Fals
             total[1] += inputs.square().sum(0, dtype=torch.float64)
             counts.append(len(inputs))
         rows += torch.tensor(counts, device=device)
-        if carry:
+        if advance:
             block_inputs.hidden[batch] = output
     return [Moments(total[0] / count, total[1] / count) for total, count in zip(sums, rows.clamp(min=1), strict=True)]

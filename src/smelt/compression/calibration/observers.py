@@ -9,29 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.compression.calibration.block_inputs import BlockInputs
+from smelt.compression.calibration.block_inputs import BlockInputs, StopForward
 from smelt.compression.calibration.expert_routing import track_routing
 from smelt.models.anatomy import Block
 
 Observer = Callable[[Tensor], None]  # called with inputs [rows, columns] of unpadded tokens
 
 
-class _StopForward(Exception):
-    """Raised at the last observed layer: the rest of the block need not run."""
-
-
 @torch.no_grad()
 def observe(
-    block_inputs: BlockInputs, block: Block, observers: Mapping[nn.Module, Observer], *, last: nn.Module | None = None
+    block_inputs: BlockInputs,
+    block: Block,
+    observers: Mapping[nn.Module, Observer],
+    *,
+    stop_at: nn.Module | None = None,
 ) -> None:
-    """Run every batch through the block and pass layer inputs to their observers; stop at the module `last`."""
+    """Run every batch through the block and pass layer inputs to their observers; stop at the module `stop_at`."""
     mask: Tensor | None = None
 
     def hook(observer: Observer) -> Any:
         def before(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             observer(routing.unpadded_rows(module, args[0].detach(), mask))
-            if module is last:
-                raise _StopForward
+            if module is stop_at:
+                raise StopForward
 
         return before
 
@@ -40,7 +40,7 @@ def observe(
         try:
             for batch in range(len(block_inputs)):
                 mask = block_inputs.masks[batch]
-                with suppress(_StopForward):
+                with suppress(StopForward):
                     block_inputs.run(block.module, block.index, batch)
         finally:
             for handle in hooks:

@@ -18,7 +18,7 @@ from smelt.compression.allocation.latency_search import search_under_latency
 from smelt.compression.allocation.unit_search import Candidates, KeptUnits, search, search_threshold, search_uniform
 from smelt.compression.base import CalibrationSize, Method, MethodContext, ResourceEstimate, one_of, within
 from smelt.compression.budget import Budget
-from smelt.compression.pruning.repair import STREAMS, RepairSettings, cut, cut_and_repair
+from smelt.compression.pruning.repair import ACTIVATION_COPIES, RepairSettings, cut, cut_and_repair
 from smelt.config import renamed
 from smelt.errors import BudgetError, ModelError, RecipeError
 from smelt.measure.cost import CostMetric, Workload, block_cost, block_parameters, cost_with_units, unit_costs
@@ -30,7 +30,7 @@ BISECTIONS = 30  # of the budget, where unit costs are not exact
 SOLVER_MATRICES = 5  # float64 matrices of a part's width that exist at once in a solve
 
 Scores = list[np.ndarray]
-SPREADS: dict[str, Callable[[Sequence[Candidates], float], KeptUnits]] = {
+SEARCH_RULES: dict[str, Callable[[Sequence[Candidates], float], KeptUnits]] = {
     "global": search,
     "uniform": search_uniform,
     "threshold": search_threshold,
@@ -51,7 +51,7 @@ class StructuredPruning(Method):
     damping: float = 0.1  # of ridge and full, relative to the mean of the Gram diagonal
     intercept: bool = True  # of full: also fit a bias
 
-    spread: ClassVar[str] = "global"
+    search_rule: ClassVar[str] = "global"
     repairs: ClassVar[tuple[str, ...]] = ("none", "tune", "full")
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class StructuredPruning(Method):
             within(self.name, "max_sparsity", self.max_sparsity, 0.0, 1.0)
         if self.seq_len is not None:
             within(self.name, "seq_len", self.seq_len, 1, 1_000_000)
-        if self.budget.measure == "latency" and self.spread != "global":
+        if self.budget.measure == "latency" and self.search_rule != "global":
             raise RecipeError(f"{self.name} cannot search under a latency budget; fisher can.")
 
     def observe(self, anatomy: Anatomy, context: MethodContext) -> Any:
@@ -72,10 +72,10 @@ class StructuredPruning(Method):
         return None
 
     @abstractmethod
-    def scores(self, anatomy: Anatomy, seen: Any, context: MethodContext) -> Scores:
+    def scores(self, anatomy: Anatomy, observations: Any, context: MethodContext) -> Scores:
         """Return the importance of each unit, one vector per part."""
 
-    def refine(self, anatomy: Anatomy, choice: KeptUnits, seen: Any) -> KeptUnits:
+    def refine(self, anatomy: Anatomy, choice: KeptUnits, observations: Any) -> KeptUnits:
         """Re-select the units to keep; the number per part is fixed."""
         return choice
 
@@ -85,12 +85,14 @@ class StructuredPruning(Method):
             raise ModelError("this model is already quantized; prune its source model, then quantize the result.")
         self._check_repair(anatomy)
         before = block_parameters(anatomy)
-        seen = self.observe(anatomy, context)
-        scores = self.scores(anatomy, seen, context)
-        choice = checkpointed_choice(
-            context, "choice", lambda: self.refine(anatomy, self.choose(anatomy, scores, context, self.budget), seen)
+        observations = self.observe(anatomy, context)
+        scores = self.scores(anatomy, observations, context)
+        choice = checkpointed_selection(
+            context,
+            "choice",
+            lambda: self.refine(anatomy, self.select_units(anatomy, scores, context, self.budget), observations),
         )
-        facts = self.prune(model, choice, scores, seen, context)
+        facts = self.prune(model, choice, scores, observations, context)
         removed = before - block_parameters(model.anatomy)
         if removed <= 0 and self.budget.keep < 1:
             raise BudgetError(f"{self.name} removed nothing under the budget {self.budget.to_json()}.")
@@ -108,11 +110,11 @@ class StructuredPruning(Method):
         if self.repair not in ("tune", "full"):
             return ResourceEstimate(1.0 if "calibration data" in self.needs else 0.0)
         widest = max(part.output.in_features for part in anatomy.parts)
-        hidden = STREAMS * 4 * size.tokens * anatomy.parts[0].output.out_features
+        hidden = ACTIVATION_COPIES * 4 * size.tokens * anatomy.parts[0].output.out_features
         hidden = hidden if memory_limit is None else min(hidden, memory_limit)
         return ResourceEstimate(passes=3.5, memory=hidden + SOLVER_MATRICES * 8 * widest * widest)
 
-    def choose(self, anatomy: Anatomy, scores: Scores, context: MethodContext, budget: Budget) -> KeptUnits:
+    def select_units(self, anatomy: Anatomy, scores: Scores, context: MethodContext, budget: Budget) -> KeptUnits:
         """Select the units to keep under a budget."""
         if budget.keep == 1:
             return [np.arange(part.units) for part in anatomy.parts]
@@ -123,7 +125,7 @@ class StructuredPruning(Method):
         measure: Any = budget.measure
         candidates = self.candidates(anatomy, scores, unit_costs(anatomy, measure, workload))
         allowed = budget.keep * block_cost(anatomy, measure, workload) - self.added_cost(anatomy, measure)
-        return search_true_cost(anatomy, candidates, SPREADS[self.spread], allowed, measure, workload)
+        return search_true_cost(anatomy, candidates, SEARCH_RULES[self.search_rule], allowed, measure, workload)
 
     def added_cost(self, anatomy: Anatomy, measure: str) -> float:
         """Return the cost of biases that the repair adds."""
@@ -137,20 +139,20 @@ class StructuredPruning(Method):
     def adds_bias(self) -> bool:
         return self.repair == "full" and self.intercept
 
-    def candidates(self, anatomy: Anatomy, scores: Scores, prices: Sequence[float]) -> list[Candidates]:
+    def candidates(self, anatomy: Anatomy, scores: Scores, part_costs: Sequence[float]) -> list[Candidates]:
         """Return the units of each part for the search, with the minimum number to keep."""
         return [
             Candidates(
                 kind=part.kind,
                 importance=np.asarray(score, dtype=np.float64),
-                price=price,
-                floor=self.floor(anatomy, part),
+                unit_cost=cost,
+                min_units=self.min_units(anatomy, part),
                 multiple=self.head_multiple if part.kind == "heads" else self.ffn_multiple,
             )
-            for part, score, price in zip(anatomy.parts, scores, prices, strict=True)
+            for part, score, cost in zip(anatomy.parts, scores, part_costs, strict=True)
         ]
 
-    def floor(self, anatomy: Anatomy, part: Part) -> int:
+    def min_units(self, anatomy: Anatomy, part: Part) -> int:
         """Return the minimum number of units to keep.
 
         That is what `max_sparsity` leaves; at least one channel, and one unit in the first two and the last block of a
@@ -159,10 +161,10 @@ class StructuredPruning(Method):
         if part.fixed:
             return part.units
         causal = anatomy.family.causal
-        cap = self.max_sparsity if self.max_sparsity is not None else (0.5 if causal else 1.0)
-        least = part.units - int(np.floor(part.units * cap + 1e-9))
+        max_sparsity = self.max_sparsity if self.max_sparsity is not None else (0.5 if causal else 1.0)
+        minimum = part.units - int(np.floor(part.units * max_sparsity + 1e-9))
         ends = causal and part.block in (0, 1, len(anatomy.blocks) - 1)
-        return max(least, 1 if part.kind == "channels" or ends else 0)
+        return max(minimum, 1 if part.kind == "channels" or ends else 0)
 
     def workload(self, anatomy: Anatomy, context: MethodContext) -> Workload:
         size = getattr(anatomy.network.config, "image_size", 224)
@@ -170,7 +172,7 @@ class StructuredPruning(Method):
         return Workload(tokens=self.seq_len or max(1, round(context.mean_tokens)), image_size=image_size)
 
     def prune(
-        self, model: Model, choice: KeptUnits, scores: Scores, seen: Any, context: MethodContext
+        self, model: Model, choice: KeptUnits, scores: Scores, observations: Any, context: MethodContext
     ) -> dict[str, Any]:
         """Remove all units but the selected ones, and repair the rest."""
         if self.repair == "none":
@@ -181,7 +183,7 @@ class StructuredPruning(Method):
     def repair_settings(self, model: Model) -> RepairSettings:
         causal = model.anatomy.family.causal
         return RepairSettings(
-            kind=self.repair,
+            mode=self.repair,
             solver=self.solver,
             damping=self.damping,
             intercept=self.intercept,
@@ -216,7 +218,7 @@ def search_true_cost(
     rule is bisected until the true cost fits.
     """
     everything = [part.units for part in anatomy.parts]
-    units = sum(part.price * len(part.importance) for part in candidates)
+    units = sum(part.unit_cost * len(part.importance) for part in candidates)
     fixed = cost_with_units(anatomy, everything, measure, workload) - units
 
     def true_cost(choice: KeptUnits) -> float:
@@ -241,7 +243,7 @@ def search_true_cost(
     return best
 
 
-def checkpointed_choice(context: MethodContext, name: str, choose: Callable[[], KeptUnits]) -> KeptUnits:
+def checkpointed_selection(context: MethodContext, name: str, choose: Callable[[], KeptUnits]) -> KeptUnits:
     """Return the checkpointed selection, or make it: a latency measured again could change it in a resumed run."""
     done = context.checkpoint.load(name)
     if done is None:
@@ -254,7 +256,7 @@ def checkpointed_choice(context: MethodContext, name: str, choose: Callable[[], 
 def sum_per_unit(part: Part, value: Callable[[Projection], Tensor]) -> np.ndarray:
     """Sum a value per weight ([out, in, ...]) over the rows and columns of each unit: [units]."""
     total = torch.zeros(part.units, dtype=torch.float64, device=part.output.device)
-    for writer, span in zip(part.input_projections, part.rows_per_unit, strict=True):
-        total += value(writer).flatten(1).sum(1).view(part.units, span).sum(1)
+    for projection, rows in zip(part.input_projections, part.rows_per_unit, strict=True):
+        total += value(projection).flatten(1).sum(1).view(part.units, rows).sum(1)
     total += value(part.output).transpose(0, 1).flatten(1).sum(1).view(part.units, part.columns_per_unit).sum(1)
     return total.cpu().numpy()

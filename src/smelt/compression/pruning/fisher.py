@@ -18,7 +18,7 @@ from smelt.compression.allocation.unit_search import KeptUnits
 from smelt.compression.base import METHODS, CalibrationSize, MethodContext, ResourceEstimate, one_of
 from smelt.compression.budget import Budget
 from smelt.compression.calibration.gradients import all_mask_gradients, gradient_bytes
-from smelt.compression.pruning.base import Scores, StructuredPruning, checkpointed_choice
+from smelt.compression.pruning.base import Scores, StructuredPruning, checkpointed_selection
 from smelt.compression.pruning.repair import RepairSettings, cut, cut_and_repair
 from smelt.errors import RecipeError
 from smelt.models.anatomy import Anatomy
@@ -32,7 +32,7 @@ from smelt.models.model import Model
 )
 @dataclass(frozen=True)
 class Fisher(StructuredPruning):
-    """Prune heads and FFN channels by Fisher information; the best choice where gradients are affordable."""
+    """Use for the best pruned quality where gradients are affordable; prunes heads and FFN channels."""
 
     repair: str = "full"
     rearranged: bool = True  # re-select units within each layer by the block-diagonal Fisher
@@ -60,16 +60,16 @@ class Fisher(StructuredPruning):
             memory = gradient_bytes(anatomy, size.batch_size, size.seq_len, checkpointing=True)
         return ResourceEstimate(repair.passes + (3.5 if checkpointing else 2.5), max(repair.memory, memory))
 
-    def scores(self, anatomy: Anatomy, seen: list[np.ndarray], context: MethodContext) -> Scores:
-        return [np.square(gradients, dtype=np.float64).sum(0) for gradients in seen]
+    def scores(self, anatomy: Anatomy, observations: list[np.ndarray], context: MethodContext) -> Scores:
+        return [np.square(gradients, dtype=np.float64).sum(0) for gradients in observations]
 
-    def refine(self, anatomy: Anatomy, choice: KeptUnits, seen: list[np.ndarray]) -> KeptUnits:
+    def refine(self, anatomy: Anatomy, choice: KeptUnits, observations: list[np.ndarray]) -> KeptUnits:
         if not self.rearranged:
             return choice
-        return [rearrange(gradients, kept) for gradients, kept in zip(seen, choice, strict=True)]
+        return [rearrange(gradients, kept) for gradients, kept in zip(observations, choice, strict=True)]
 
     def prune(
-        self, model: Model, choice: KeptUnits, scores: Scores, seen: list[np.ndarray], context: MethodContext
+        self, model: Model, choice: KeptUnits, scores: Scores, observations: list[np.ndarray], context: MethodContext
     ) -> dict[str, Any]:
         if self.repair == "none":
             cut(model.network, choice)
@@ -78,7 +78,9 @@ class Fisher(StructuredPruning):
         if self.teacher == "assistant":
             larger = Budget(self.budget.measure, math.sqrt(self.budget.keep))
             anatomy = model.anatomy
-            assistant = checkpointed_choice(context, "assistant", lambda: self.choose(anatomy, scores, context, larger))
+            assistant = checkpointed_selection(
+                context, "assistant", lambda: self.select_units(anatomy, scores, context, larger)
+            )
         return cut_and_repair(model, choice, self.repair_settings(model), context, assistant)
 
     def repair_settings(self, model: Model) -> RepairSettings:
@@ -91,7 +93,7 @@ class Fisher(StructuredPruning):
         if not self.published:
             return plain
         return RepairSettings(
-            kind="tune",
+            mode="tune",
             solver="lsmr",
             published=True,
             first_token_at_the_end=model.task == "classification" and not model.anatomy.family.causal,

@@ -30,10 +30,10 @@ from smelt.models.surgery import keep_units, set_output
 )
 @dataclass(frozen=True)
 class Flap(StructuredPruning):
-    """Prune units with little activation variance and add their mean as a bias; fast, forward passes only."""
+    """Use for fast pruning of large models: forward passes only, no gradients."""
 
     repair: str = "bias"  # bias (add the mean output of removed units), none, tune or full
-    spread: ClassVar[str] = "threshold"
+    search_rule: ClassVar[str] = "threshold"
     repairs: ClassVar[tuple[str, ...]] = ("bias", "none", "tune", "full")
 
     @property
@@ -47,17 +47,20 @@ class Flap(StructuredPruning):
             )
         block_inputs = capture_block_inputs(anatomy, context.batches, limit=context.memory_limit, folder=context.folder)
         blocks = context.progress.track(anatomy.blocks, "flap")
-        return [moments for block in blocks for moments in block_moments(block_inputs, block, carry=True)]
+        return [moments for block in blocks for moments in block_moments(block_inputs, block, advance=True)]
 
-    def scores(self, anatomy: Anatomy, seen: list[Moments], context: MethodContext) -> Scores:
-        return [_standardized(_fluctuation(part, moments)) for part, moments in zip(anatomy.parts, seen, strict=True)]
+    def scores(self, anatomy: Anatomy, observations: list[Moments], context: MethodContext) -> Scores:
+        return [
+            _standardized(_fluctuation(part, moments))
+            for part, moments in zip(anatomy.parts, observations, strict=True)
+        ]
 
     def prune(
-        self, model: Model, choice: KeptUnits, scores: Scores, seen: list[Moments], context: MethodContext
+        self, model: Model, choice: KeptUnits, scores: Scores, observations: list[Moments], context: MethodContext
     ) -> dict[str, Any]:
         if self.repair != "bias":
-            return super().prune(model, choice, scores, seen, context)
-        for part, kept, moments in zip(model.anatomy.parts, choice, seen, strict=True):
+            return super().prune(model, choice, scores, observations, context)
+        for part, kept, moments in zip(model.anatomy.parts, choice, observations, strict=True):
             bias = _mean_of_removed(part, kept, moments)
             if part.output.bias is not None:
                 bias = bias + part.output.bias.double()

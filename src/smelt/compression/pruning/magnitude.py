@@ -17,11 +17,11 @@ from smelt.models.anatomy import Anatomy, Part
 )
 @dataclass(frozen=True)
 class Magnitude(StructuredPruning):
-    """Prune units with the smallest weight norms; a baseline that needs no data."""
+    """Use where there is no calibration data, or as a baseline."""
 
-    spread: ClassVar[str] = "uniform"
+    search_rule: ClassVar[str] = "uniform"
 
-    def scores(self, anatomy: Anatomy, seen: None, context: MethodContext) -> Scores:
+    def scores(self, anatomy: Anatomy, observations: None, context: MethodContext) -> Scores:
         return [_squared_norm(part) for part in anatomy.parts]
 
 

@@ -15,10 +15,10 @@ from smelt.models.anatomy import Anatomy
 @METHODS.register("random", paper="baseline")
 @dataclass(frozen=True)
 class Random(StructuredPruning):
-    """Prune random units; a baseline for comparison only."""
+    """Use as a baseline for comparisons only: prunes random units."""
 
-    spread: ClassVar[str] = "uniform"
+    search_rule: ClassVar[str] = "uniform"
 
-    def scores(self, anatomy: Anatomy, seen: None, context: MethodContext) -> Scores:
+    def scores(self, anatomy: Anatomy, observations: None, context: MethodContext) -> Scores:
         generator = np.random.Generator(np.random.PCG64(context.seed))
         return [generator.random(part.units) for part in anatomy.parts]

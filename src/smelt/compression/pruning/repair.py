@@ -39,14 +39,14 @@ from smelt.models.families import Residual
 from smelt.models.model import Model
 from smelt.models.surgery import keep_units, scale_units, set_output
 
-STREAMS = 3  # student, teacher and targets share the memory limit
+ACTIVATION_COPIES = 3  # student, teacher and targets share the memory limit
 
 
 @dataclass(frozen=True)
 class RepairSettings:
     """How output projections are repaired: `tune` (one scale per unit) or `full` (refit the projection)."""
 
-    kind: str
+    mode: str
     solver: str = "lsmr"
     damping: float = 0.1
     intercept: bool = True
@@ -71,14 +71,14 @@ def cut_and_repair(
 ) -> dict[str, Any]:
     """Cut every block and fit it to the teacher: the dense model, or the larger `assistant` selection."""
     if not context.batches:
-        raise DataError(f"repair: {settings.kind} needs calibration data, and there is none.")
-    work = _Work(model, choice, settings, context, assistant)
-    for index in context.progress.track(range(len(model.anatomy.blocks)), f"repair ({settings.kind})"):
+        raise DataError(f"repair: {settings.mode} needs calibration data, and there is none.")
+    work = _Repair(model, choice, settings, context, assistant)
+    for index in context.progress.track(range(len(model.anatomy.blocks)), f"repair ({settings.mode})"):
         work.repair_block(index)
-    return {"repaired": work.repaired, "gave_up": work.given_up}
+    return {"repaired": work.repaired, "gave_up": work.gave_up}
 
 
-class _Work:
+class _Repair:
     """The hidden states of student and teacher, and the progress of the repair."""
 
     def __init__(
@@ -94,12 +94,12 @@ class _Work:
         self.residual = anatomy.residual
         self.kept = {part.name: kept.tolist() for part, kept in zip(anatomy.parts, choice, strict=True)}
         self.teacher_masks = None if assistant is None else _masks(anatomy, assistant)
-        limit = None if context.memory_limit is None else context.memory_limit // STREAMS
+        limit = None if context.memory_limit is None else context.memory_limit // ACTIVATION_COPIES
         self.student = capture_block_inputs(anatomy, context.batches, limit=limit, folder=context.folder)
         self.teacher = self.student.copy(limit, context.folder)
         self.targets = ActivationStore(limit, context.folder)  # what the last part of the block should reach
         self.repaired = 0
-        self.given_up = False
+        self.gave_up = False
 
     def repair_block(self, index: int) -> None:
         """Cut and repair a block, or restore it from the checkpoint; then advance teacher and student."""
@@ -111,11 +111,11 @@ class _Work:
         done = self.checkpoint.load(name)
         if done is None:
             self._repair(index, teacher)
-            self.checkpoint.save(name, self._results(index))
+            self.checkpoint.save(name, self._repaired_tensors(index))
         else:
             self._restore(index, done)
             for batch in range(len(self.teacher)):
-                self._teach(teacher, index, batch)
+                self._run_teacher(teacher, index, batch)
         advance(self.student, self._block(index))
 
     def _block(self, index: int) -> Block:
@@ -128,16 +128,16 @@ class _Work:
             equations = NormalEquations.zeros(part.output.in_features, part.output.out_features, part.output.device)
             rows = _Rows(self.settings, last=last and position > 0)
             for batch in range(len(self.student)):
-                target = self._teach(teacher, index, batch) if position == 0 else self.targets[batch]
-                if part.units and not self.given_up:
+                target = self._run_teacher(teacher, index, batch) if position == 0 else self.targets[batch]
+                if part.units and not self.gave_up:
                     self._collect(block, position, batch, target, equations, rows)
             skipped = self.settings.published and index == 0 and part.kind == "heads"
-            if part.units and not self.given_up and not skipped:
+            if part.units and not self.gave_up and not skipped:
                 self._solve(part, equations)
 
-    def _teach(self, teacher: Teacher, index: int, batch: int) -> Tensor:
+    def _run_teacher(self, teacher: Teacher, index: int, batch: int) -> Tensor:
         """Advance the teacher; store the target of the last part, return that of the first."""
-        result = teacher.teach(self.teacher, index, batch)
+        result = teacher.run(self.teacher, index, batch)
         self.teacher.hidden[batch] = result.output
         self.targets[batch] = result.sums[-1]
         return result.sums[0]
@@ -149,19 +149,19 @@ class _Work:
         inputs, residual = repair_inputs(self.student, block, position, batch, self.residual)
         targets = target.reshape(residual.shape) - residual
         bias = block.parts[position].output.bias
-        fits_bias = self.settings.kind == "full" and self.settings.intercept
+        fits_bias = self.settings.mode == "full" and self.settings.intercept
         if bias is not None and not fits_bias:
             targets = targets - bias
-        chosen = rows.select(self.student.masks[batch], self.student.hidden[batch].shape[:2])
+        selected = rows.select(self.student.masks[batch], self.student.hidden[batch].shape[:2])
         inputs, targets = inputs.flatten(0, -2), targets.flatten(0, -2)
-        if chosen is not None:
-            chosen = chosen.to(inputs.device)
-            inputs, targets = inputs[chosen], targets[chosen]
+        if selected is not None:
+            selected = selected.to(inputs.device)
+            inputs, targets = inputs[selected], targets[selected]
         equations.add(inputs, targets)
 
     def _solve(self, part: Part, equations: NormalEquations) -> None:
         settings = self.settings
-        if settings.kind == "full":
+        if settings.mode == "full":
             weight, bias = reconstruct(
                 equations, part.output.weight, damping=settings.damping, intercept=settings.intercept
             )
@@ -172,13 +172,13 @@ class _Work:
                 solver=settings.solver, damping=settings.damping, intercept=part.kind == "heads",
             )  # fmt: skip
             if scales is None:
-                self.given_up = settings.published
+                self.gave_up = settings.published
                 return
             scale_units(part, scales)
         self.repaired += 1
 
-    def _results(self, index: int) -> dict[str, Tensor]:
-        tensors = {"progress": torch.tensor([self.given_up, self.repaired], dtype=torch.int64)}
+    def _repaired_tensors(self, index: int) -> dict[str, Tensor]:
+        tensors = {"progress": torch.tensor([self.gave_up, self.repaired], dtype=torch.int64)}
         for position, part in enumerate(self._block(index).parts):
             tensors[f"{position}.weight"] = part.output.weight
             if part.output.bias is not None:
@@ -186,7 +186,7 @@ class _Work:
         return tensors
 
     def _restore(self, index: int, tensors: dict[str, Tensor]) -> None:
-        self.given_up, self.repaired = bool(tensors["progress"][0]), int(tensors["progress"][1])
+        self.gave_up, self.repaired = bool(tensors["progress"][0]), int(tensors["progress"][1])
         for position, part in enumerate(self._block(index).parts):
             set_output(part, tensors[f"{position}.weight"], tensors.get(f"{position}.bias"))
 
@@ -224,10 +224,10 @@ class _Rows:
             return (torch.arange(batch * tokens) % tokens) == 0
         if mask is None and not self.settings.skip_first_token:
             return None
-        chosen = torch.ones(batch, tokens, dtype=torch.bool) if mask is None else mask.cpu().clone()
+        selected = torch.ones(batch, tokens, dtype=torch.bool) if mask is None else mask.cpu().clone()
         if self.settings.skip_first_token:
-            chosen[:, 0] = False
-        return chosen.flatten()
+            selected[:, 0] = False
+        return selected.flatten()
 
 
 def _masks(anatomy: Anatomy, choice: KeptUnits) -> dict[str, Tensor]:
@@ -239,7 +239,7 @@ def _masks(anatomy: Anatomy, choice: KeptUnits) -> dict[str, Tensor]:
     return masks
 
 
-LARGEST_SCALE = 10.0
+MAX_SCALE = 10.0
 
 
 def tune_scales(
@@ -254,7 +254,7 @@ def tune_scales(
     if change is None:
         return None
     scales = 1 + (change[:-1] if intercept else change)
-    if solver == "lsmr" and float(scales.abs().max()) > LARGEST_SCALE:
+    if solver == "lsmr" and float(scales.abs().max()) > MAX_SCALE:
         return None
     return scales
 
@@ -331,11 +331,11 @@ class Teacher:
         self.module = copy.deepcopy(block.module)
         self.parts, self.residual = block.parts, residual
         self.outputs = [self.module.get_submodule(part.output.path[inside:]) for part in block.parts]
-        writers = block.parts[-1].input_projections
-        self.last_writer = self.module.get_submodule(writers[0].path[inside:]) if writers else None
+        projections = block.parts[-1].input_projections
+        self.last_input_projection = self.module.get_submodule(projections[0].path[inside:]) if projections else None
         self.masks = None if masks is None else [masks[part.name] for part in block.parts]
 
-    def teach(self, block_inputs: BlockInputs, index: int, batch: int) -> TeacherOutput:
+    def run(self, block_inputs: BlockInputs, index: int, batch: int) -> TeacherOutput:
         """Run the block on the current hidden states."""
         hidden = block_inputs.hidden[batch]
         recorded: list[dict[str, Tensor]] = [{} for _ in self.parts]
@@ -344,10 +344,10 @@ class Teacher:
             for position, module in enumerate(self.outputs):
                 stack.enter_context(record_io(module, recorded[position]))
                 if self.masks is not None:
-                    hook = module.register_forward_pre_hook(self._masking(position))
+                    hook = module.register_forward_pre_hook(self._mask_hook(position))
                     stack.callback(hook.remove)
-            if self.last_writer is not None:
-                stack.enter_context(record_io(self.last_writer, last_input))
+            if self.last_input_projection is not None:
+                stack.enter_context(record_io(self.last_input_projection, last_input))
             output = block_inputs.run(self.module, index, batch)
         first = hidden + recorded[0]["output"].view(hidden.shape)
         if len(self.parts) == 1:
@@ -356,7 +356,7 @@ class Teacher:
         full = recorded[-1]["output"] if self.masks is None else self.outputs[-1](recorded[-1]["input"])
         return TeacherOutput(output, [first, before + full.view(hidden.shape)])
 
-    def _masking(self, position: int) -> Any:
+    def _mask_hook(self, position: int) -> Any:
         """Return a hook that runs after the recording one, so that recorded values are unmasked."""
         assert self.masks is not None
         part, mask = self.parts[position], self.masks[position]

@@ -26,9 +26,9 @@ from smelt.models.anatomy import Anatomy, Projection
 )
 @dataclass(frozen=True)
 class Taylor(StructuredPruning):
-    """Prune units with the smallest |weight * gradient| (LLM-Pruner); needs memory for weight gradients."""
+    """Use to prune as LLM-Pruner does, where memory for the gradients of all weights is available."""
 
-    spread: ClassVar[str] = "uniform"
+    search_rule: ClassVar[str] = "uniform"
 
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         """Estimate gradients as large as the weights, plus the saved activations of one mini-batch."""
@@ -50,7 +50,7 @@ class Taylor(StructuredPruning):
             for weight in weights:
                 weight.requires_grad_(False)
 
-    def scores(self, anatomy: Anatomy, seen: None, context: MethodContext) -> Scores:
+    def scores(self, anatomy: Anatomy, observations: None, context: MethodContext) -> Scores:
         scores = [sum_per_unit(part, _first_order) for part in anatomy.parts]
         _clear([p.module.weight for part in anatomy.parts for p in (*part.input_projections, part.output)])
         return scores

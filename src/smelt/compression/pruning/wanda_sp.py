@@ -28,26 +28,26 @@ from smelt.models.surgery import keep_units
 )
 @dataclass(frozen=True)
 class WandaSp(StructuredPruning):
-    """Prune units with the smallest |weight| times activation norm, layer by layer; a strong simple baseline."""
+    """Use as a strong, simple pruning baseline with forward passes only."""
 
-    spread: ClassVar[str] = "uniform"
+    search_rule: ClassVar[str] = "uniform"
 
-    def scores(self, anatomy: Anatomy, seen: None, context: MethodContext) -> Scores:
+    def scores(self, anatomy: Anatomy, observations: None, context: MethodContext) -> Scores:
         """Return zeros: uniform sparsity needs no scores here; `prune` computes them on the pruned network."""
         return [np.zeros(part.units) for part in anatomy.parts]
 
     def prune(
-        self, model: Model, choice: KeptUnits, scores: Scores, seen: None, context: MethodContext
+        self, model: Model, choice: KeptUnits, scores: Scores, observations: None, context: MethodContext
     ) -> dict[str, Any]:
         counts = [len(kept) for kept in choice]
         if self.repair == "none":
-            self._cut_layer_by_layer(model, counts, context)
+            self._cut_block_by_block(model, counts, context)
             return {}
         dense = self._dense_scores(model.anatomy, context)
-        choice = [best(score, count) for score, count in zip(dense, counts, strict=True)]
-        return super().prune(model, choice, scores, seen, context)
+        choice = [top_units(score, count) for score, count in zip(dense, counts, strict=True)]
+        return super().prune(model, choice, scores, observations, context)
 
-    def _cut_layer_by_layer(self, model: Model, counts: list[int], context: MethodContext) -> None:
+    def _cut_block_by_block(self, model: Model, counts: list[int], context: MethodContext) -> None:
         """Score each block on the outputs of the pruned blocks before it, cut it, and advance."""
         block_inputs = capture_block_inputs(
             model.anatomy, context.batches, limit=context.memory_limit, folder=context.folder
@@ -56,7 +56,8 @@ class WandaSp(StructuredPruning):
         for block in context.progress.track(model.anatomy.blocks, "wanda-sp"):
             moments = block_moments(block_inputs, block)
             kept = [
-                best(unit_scores(p, m), next(remaining)).tolist() for p, m in zip(block.parts, moments, strict=True)
+                top_units(unit_scores(p, m), next(remaining)).tolist()
+                for p, m in zip(block.parts, moments, strict=True)
             ]
             for part, keep in zip(block.parts, kept, strict=True):
                 keep_units(model.network, part, keep)
@@ -67,7 +68,7 @@ class WandaSp(StructuredPruning):
         return [
             unit_scores(part, moments)
             for block in anatomy.blocks
-            for part, moments in zip(block.parts, block_moments(block_inputs, block, carry=True), strict=True)
+            for part, moments in zip(block.parts, block_moments(block_inputs, block, advance=True), strict=True)
         ]
 
 
@@ -80,6 +81,6 @@ def unit_scores(part: Part, moments: Moments) -> np.ndarray:
     return scores
 
 
-def best(scores: np.ndarray, count: int) -> np.ndarray:
+def top_units(scores: np.ndarray, count: int) -> np.ndarray:
     """Return the indices of the highest scores, ascending."""
     return np.sort(np.argsort(-scores, kind="stable")[:count])

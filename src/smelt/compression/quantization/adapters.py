@@ -30,10 +30,10 @@ class Adapter(nn.Module):
 
     def __init__(self, layer: QuantizedLinear, rank: int, pooled: bool) -> None:
         super().__init__()
-        self.size = (
+        self.group_size = (
             layer.scheme.weight.effective_group_size(layer.in_features) if pooled else 1
         )  # inputs that are summed into one
-        inputs = math.ceil(layer.in_features / self.size)
+        inputs = math.ceil(layer.in_features / self.group_size)
         self.rank = min(rank, inputs, layer.out_features)
         device = layer.packed.device
         self.down = nn.Parameter(torch.zeros(self.rank, inputs, device=device))  # A
@@ -41,18 +41,18 @@ class Adapter(nn.Module):
         self.columns, self.pooled = layer.in_features, pooled
 
     @torch.no_grad()
-    def draw(self, generator: torch.Generator) -> None:
+    def init_gaussian(self, generator: torch.Generator) -> None:
         """Initialize A with Gaussian values of standard deviation 1/sqrt(in), so that unit inputs give unit outputs."""
         values = torch.randn(self.down.shape, generator=generator) / math.sqrt(self.columns)
         self.down.copy_(values)
 
     @torch.no_grad()
-    def approximate(self, error: Tensor) -> None:
+    def init_from_error(self, error: Tensor) -> None:
         """Initialize A and B from the SVD of a layer's error W - Q [out, in] (LoftQ's first round; Li et al., 2024)."""
         if self.pooled:  # the mean of each group is the best constant for it
-            padded = F.pad(error, (0, -self.columns % self.size)).unflatten(-1, (-1, self.size))
-            counts = F.pad(torch.ones(self.columns, device=error.device), (0, -self.columns % self.size))
-            error = padded.sum(-1) / counts.unflatten(-1, (-1, self.size)).sum(-1)
+            padded = F.pad(error, (0, -self.columns % self.group_size)).unflatten(-1, (-1, self.group_size))
+            counts = F.pad(torch.ones(self.columns, device=error.device), (0, -self.columns % self.group_size))
+            error = padded.sum(-1) / counts.unflatten(-1, (-1, self.group_size)).sum(-1)
         left, values, right = torch.linalg.svd(error.float(), full_matrices=False)
         root = values[: self.rank].sqrt()
         self.up.copy_(left[:, : self.rank] * root * (self.rank / ALPHA))
@@ -66,17 +66,17 @@ class Adapter(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
         """Return the adapter's contribution to the layer's output, computed as the stored adapter computes it."""
         if self.pooled:
-            x = F.pad(x, (0, -self.columns % self.size)).unflatten(-1, (-1, self.size)).sum(-1)
+            x = F.pad(x, (0, -self.columns % self.group_size)).unflatten(-1, (-1, self.group_size)).sum(-1)
         return (x @ self.down.T.to(x.dtype)) @ self.scaled_up.T.to(x.dtype)
 
     @torch.no_grad()
-    def stored_beside(self, layer: QuantizedLinear, dtype: torch.dtype) -> QuantizedLinear:
+    def add_to_layer(self, layer: QuantizedLinear, dtype: torch.dtype) -> QuantizedLinear:
         """Add the adapter to the layer and return the layer."""
         layer.add_low_rank_factors(self.down.detach().to(dtype, copy=True), self.scaled_up.to(dtype))
         return layer
 
     @torch.no_grad()
-    def merged_into(self, layer: QuantizedLinear, path: str, dtype: torch.dtype) -> QuantizedLinear:
+    def merge_into_layer(self, layer: QuantizedLinear, path: str, dtype: torch.dtype) -> QuantizedLinear:
         """Return a layer with the same codes and the pooled adapter merged into its float16 zero points."""
         matrix = layer.packed.unpack()
         assert isinstance(matrix.format, Integer)

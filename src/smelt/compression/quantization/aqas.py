@@ -17,7 +17,7 @@ from torch import Tensor
 
 from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.quantization.layers import LayerGroup, LinearLayer
-from smelt.compression.quantization.scale_search import STEPS, Candidate, ScaleSearch, balanced, power_family
+from smelt.compression.quantization.scale_search import STEPS, Candidate, ScaleSearch, balance_scale, power_scale
 from smelt.models.model import Model
 from smelt.numerics.catalog import get_format
 from smelt.numerics.error import underflow_share
@@ -28,7 +28,7 @@ from smelt.numerics.integer import DenormalInteger, Integer
 @METHODS.register("aqas", paper="Lee et al., 2023 (arXiv 2311.05161)", needs=("calibration data",))
 @dataclass(frozen=True)
 class Aqas(ScaleSearch):
-    """Search channel scales by the joint error of weights and inputs; for 4-bit weights with 8-bit inputs.
+    """Use for 4-bit weights with 8-bit activations (W4A8).
 
     Set the data's `seq_len` to the length of the task's inputs: scales found on long sequences can hurt short ones.
     """
@@ -46,19 +46,19 @@ class Aqas(ScaleSearch):
         return integer(self.group_size, "float16", self.bits, self.symmetric)
 
     @property
-    def trial_inputs(self) -> Format | None:
+    def search_input_format(self) -> Format | None:
         return self.input_format
 
-    def candidates(self, group: LayerGroup, mean: Tensor, largest: Tensor) -> Iterator[Candidate]:
+    def candidates(self, group: LayerGroup, mean: Tensor, amax: Tensor) -> Iterator[Candidate]:
         weights = group.stacked().abs().amax(0).clamp(min=1e-5)
         for step in range(STEPS):
-            yield Candidate("mean", step / STEPS, power_family(mean, step / STEPS))
+            yield Candidate("mean", step / STEPS, power_scale(mean, step / STEPS))
         for step in range(STEPS):
             exponent = step / STEPS
-            scale = largest.pow(exponent) / weights.pow(1 - exponent)
-            yield Candidate("smooth", exponent, balanced(scale.clamp(min=1e-5)))
+            scale = amax.pow(exponent) / weights.pow(1 - exponent)
+            yield Candidate("smooth", exponent, balance_scale(scale.clamp(min=1e-5)))
 
-    def note(self, layer: LinearLayer, matrix: QuantizedTensor) -> dict[str, Any]:
+    def layer_facts(self, layer: LinearLayer, matrix: QuantizedTensor) -> dict[str, Any]:
         """Return the fraction of weights that underflowed to zero, and their share of the error."""
         vanished, underflow = underflow_share(layer.weight.detach(), matrix.dequantize())
         return {"vanished": vanished, "error_share": {"underflow": underflow, "rounding": 1 - underflow}}

@@ -101,7 +101,7 @@ class Quantization(Method):
 
     @abstractmethod
     def quantize(self, work: BlockWork) -> None:
-        """Quantize every layer of a block with `work.put`."""
+        """Quantize every layer of a block with `work.replace_layers`."""
 
     def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:
         self.check(model.anatomy)
@@ -165,7 +165,7 @@ class BlockWork:
     scheme: QuantizationScheme
     facts: dict[str, dict[str, Any]]
     targets: ActivationStore | None = None  # outputs of the original block, one tensor per batch
-    last: bool = False  # no block follows
+    is_last: bool = False  # no block follows
     prepared: Any = None  # what the method's `prepare` returned
     tokens: Mapping[str, int] = field(default_factory=dict)  # routed to each expert, by its path
 
@@ -176,10 +176,10 @@ class BlockWork:
     def observe(self, observers: Sequence[tuple[LayerGroup, Observer]]) -> None:
         """Feed each group's inputs to its observer in one pass, which ends at the last one: list them in run order."""
         assert self.block_inputs is not None
-        by_module = {group.entrance: observer for group, observer in observers}
-        observe(self.block_inputs, self.block, by_module, last=observers[-1][0].entrance)
+        observers_by_module = {group.input_module: observer for group, observer in observers}
+        observe(self.block_inputs, self.block, observers_by_module, stop_at=observers[-1][0].input_module)
 
-    def put(self, group: LayerGroup, quantized: Sequence[QuantizedTensor], **changes: Any) -> None:
+    def replace_layers(self, group: LayerGroup, quantized: Sequence[QuantizedTensor], **changes: Any) -> None:
         """Replace the layers of a group with quantized ones; `changes` override fields of the scheme."""
         for layer, matrix in zip(group.layers, quantized, strict=True):
             if not all(bool(tensor.isfinite().all()) for tensor in matrix.qparams.tensors().values()):
@@ -201,7 +201,7 @@ class _Run:
         self.method, self.network, self.context, self.prepared = method, model.network, context, prepared
         self.before = count_bytes(self.network)
         self.layers: dict[str, dict[str, Any]] = {}
-        self.last = len(model.anatomy.blocks) - 1
+        self.last_index = len(model.anatomy.blocks) - 1
         self.block_inputs: BlockInputs | None = None
         self.teacher: BlockInputs | None = None
         if method.uses_data:
@@ -224,23 +224,23 @@ class _Run:
             else:
                 self._restore(block, facts, checkpoint.load(name) or {})
             self.layers |= facts
-            if self.block_inputs is not None and block.index < self.last:
+            if self.block_inputs is not None and block.index < self.last_index:
                 with dequantized_weights(block.module, self.block_inputs.hidden[0].dtype):
                     advance(self.block_inputs, block)
 
     def _quantize(self, block: Block) -> dict[str, dict[str, Any]]:
         work = BlockWork(
             block, self.block_inputs, self.context, self.network, self.method.scheme, {},
-            targets=None if self.teacher is None else self.teacher.hidden, last=block.index == self.last,
+            targets=None if self.teacher is None else self.teacher.hidden, is_last=block.index == self.last_index,
             prepared=self.prepared,
             tokens={} if self.block_inputs is None else count_expert_tokens(self.block_inputs, block),
         )  # fmt: skip
         self.method.quantize(work)
         if self.method.static_activations:
-            self._fix_scales(block)
+            self._set_static_scales(block)
         return work.facts
 
-    def _fix_scales(self, block: Block) -> None:
+    def _set_static_scales(self, block: Block) -> None:
         """Set each layer's static input scale from the largest input on the calibration data."""
         assert self.block_inputs is not None
         layers = {f"{block.path}.{name}": layer for name, layer in quantized_layers(block.module).items()}
@@ -264,7 +264,7 @@ class _Run:
             raise ModelError(f"{self.method.name} found no layer to quantize in this network.")
         bits = [layer.bits_per_weight for layer in quantized_layers(self.network).values()]
         sizes = [layer.in_features * layer.out_features for layer in quantized_layers(self.network).values()]
-        experts = {"few_tokens": few_tokens(self.layers, self.network)} if self._counted else {}
+        experts = {"few_tokens": few_tokens(self.layers, self.network)} if self._has_token_counts else {}
         return {
             "layers_quantized": len(self.layers),
             "bits_per_weight": sum(b * n for b, n in zip(bits, sizes, strict=True)) / sum(sizes),
@@ -275,7 +275,7 @@ class _Run:
         }
 
     @property
-    def _counted(self) -> bool:
+    def _has_token_counts(self) -> bool:
         return any("tokens" in layer for layer in self.layers.values())
 
 

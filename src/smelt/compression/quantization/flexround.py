@@ -24,7 +24,7 @@ from smelt.numerics.integer import Integer
 )
 @dataclass(frozen=True)
 class FlexRound(LearnedQuantization):
-    """Learn the rounding of every weight block by block; for few bits where long calibration is affordable.
+    """Use for few bits where long calibration is affordable: the rounding of every weight is learned.
 
     The papers train on 512 samples of 1024 tokens in batches of two (`data` of the recipe).
     """
@@ -88,19 +88,19 @@ class Divided(Quantizer):
 
     def __init__(self, weight: Tensor, number_format: Integer, divisors: nn.Module, search: bool) -> None:
         super().__init__(weight, number_format)
-        fit = search_qparams if search else _widest
-        grid = fit(self.grouped, number_format)
-        self.register_buffer("zero", grid.zero)
-        self.step = nn.Parameter(grid.scale.log())  # [rows, groups, 1]
+        compute = search_qparams if search else _full_range_qparams
+        qparams = compute(self.grouped, number_format)
+        self.register_buffer("zero", qparams.zero)
+        self.step = nn.Parameter(qparams.scale.log())  # [rows, groups, 1]
         self.divisors = divisors
         self.row = nn.Parameter(torch.zeros(len(weight), 1, device=weight.device))
 
-    def grid(self) -> QuantParams:
+    def qparams(self) -> QuantParams:
         return QuantParams(self.format.round_scale(self.step.exp()), self.zero)
 
     def divisor(self, scale: Tensor) -> Tensor:
         return scale * self.format.split_groups(self.divisors() + self.row).exp()
 
 
-def _widest(grouped: Tensor, number_format: Integer) -> QuantParams:
+def _full_range_qparams(grouped: Tensor, number_format: Integer) -> QuantParams:
     return number_format.compute_qparams(grouped)

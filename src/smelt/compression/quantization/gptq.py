@@ -16,7 +16,7 @@ from smelt.numerics.format import QuantizedTensor
 @METHODS.register("gptq", paper="Frantar et al., 2023 (arXiv 2210.17323)", needs=("calibration data",))
 @dataclass(frozen=True)
 class Gptq(Quantization):
-    """Quantize column by column with error feedback; the usual choice for 3 to 8-bit weights with data."""
+    """Use for 3 to 8-bit weights with calibration data; the usual choice."""
 
     damping: float = DAMPING  # relative to the mean of the Hessian diagonal
     act_order: bool = True  # quantize columns in order of decreasing Hessian diagonal, with fixed qparams
@@ -33,9 +33,9 @@ class Gptq(Quantization):
             observers = [(group, HessianObserver()) for group in batch]
             work.observe(observers)
             for group, hessian in observers:
-                work.put(group, self.round(group, hessian))
+                work.replace_layers(group, self.round(group, hessian))
 
-    def round(self, group: LayerGroup, moment: HessianObserver) -> list[QuantizedTensor]:
+    def round(self, group: LayerGroup, hessian: HessianObserver) -> list[QuantizedTensor]:
         return round_group(
-            group, moment, self.weight_format, damping=self.damping, act_order=self.act_order, search=self.range_search
+            group, hessian, self.weight_format, damping=self.damping, act_order=self.act_order, search=self.range_search
         )

@@ -24,7 +24,7 @@ ROUNDINGS = ("rtn", "gptq")
 
 
 def round_block(
-    work: BlockWork, rounding: str, format_of: Callable[[LayerGroup], Format]
+    work: BlockWork, rounding: str, select_format: Callable[[LayerGroup], Format]
 ) -> Iterator[tuple[LayerGroup, list[QuantizedTensor]]]:
     """Yield every layer group of a block with its quantized matrices, rounded to nearest or with GPTQ.
 
@@ -36,9 +36,9 @@ def round_block(
         work.observe(list(zip(groups, hessians, strict=True)))
     for group, hessian in zip(groups, hessians, strict=True):
         if rounding == "gptq":
-            yield group, round_group(group, hessian, format_of(group))
+            yield group, round_group(group, hessian, select_format(group))
         else:
-            yield group, [round_to_nearest(layer.weight, format_of(group)) for layer in group.layers]
+            yield group, [round_to_nearest(layer.weight, select_format(group)) for layer in group.layers]
 
 
 def round_group(
@@ -81,14 +81,14 @@ def gptq(
     hessian.diagonal()[dead] = 1
     weight[:, dead] = 0
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True) if act_order else None
-    grids = _Grids(number_format, weight, search, static=act_order)
-    block = block if grids.fixed else aligned(block, grids.size)
+    group_qparams = _GroupQParams(number_format, weight, search, static=act_order)
+    block = block if group_qparams.precomputed else align_to_groups(block, group_qparams.size)
     if order is not None:
         weight, hessian = weight.index_select(1, order), hessian.index_select(0, order).index_select(1, order)
     factor = inverse_factor(hessian, damping)
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-    rounding = _rounding(number_format, grids, order, weight)
-    run = block if grids.fixed else min(block, grids.size, COLUMNS)
+    rounding = _rounding(number_format, group_qparams, order, weight)
+    run = block if group_qparams.precomputed else min(block, group_qparams.size, COLUMNS)
     for start in range(0, columns, block):
         stop, errors = min(start + block, columns), []
         for first in range(start, stop, run):  # qparams of these columns are known at the first one
@@ -99,76 +99,85 @@ def gptq(
         weight[:, stop:].addmm_(torch.cat(errors, 1), factor[start:stop, stop:], alpha=-1)
     if order is not None:
         codes = codes[:, torch.argsort(order)]
-    return QuantizedTensor(number_format, codes, grids.whole())
+    return QuantizedTensor(number_format, codes, group_qparams.all_groups())
 
 
 Rounding = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]  # weights, factor, first and last column
 
 
 def _round_columns(
-    part: Tensor, inner: Tensor, grids: Iterable[QuantParams], number_format: Format
+    part: Tensor, factor: Tensor, column_qparams: Iterable[QuantParams], number_format: Format
 ) -> tuple[Tensor, Tensor]:  # [rows, columns] each
     """Quantize one column after the other: return codes, and errors over the diagonal, which later columns absorb."""
     codes, errors = torch.empty_like(part, dtype=torch.uint8), torch.empty_like(part)
-    for column, grid in enumerate(grids):
+    for column, qparams in enumerate(column_qparams):
         values = part[:, column, None, None]
-        code = number_format.quantize_groups(values, grid)
+        code = number_format.quantize_groups(values, qparams)
         codes[:, column] = code[:, 0, 0]
-        error = (values - number_format.dequantize_groups(code, grid))[:, 0] / inner[column, column]
-        part[:, column + 1 :] -= error * inner[column, column + 1 :]
+        error = (values - number_format.dequantize_groups(code, qparams))[:, 0] / factor[column, column]
+        part[:, column + 1 :] -= error * factor[column, column + 1 :]
         errors[:, column] = error[:, 0]
     return codes, errors
 
 
-def _rounding(number_format: Format, grids: _Grids, order: Tensor | None, weight: Tensor) -> Rounding:
+def _rounding(number_format: Format, group_qparams: _GroupQParams, order: Tensor | None, weight: Tensor) -> Rounding:
     """Return the function that quantizes a range of columns: a kernel if it supports the format, else a plain loop."""
     kernel = gptq_block_kernel(weight.device)
     if kernel is not None and type(number_format) is Integer:
-        return _kernel_rounding(kernel, number_format, grids, order, weight)
+        return _kernel_rounding(kernel, number_format, group_qparams, order, weight)
     columns = range(weight.shape[1]) if order is None else order.tolist()
 
-    def plain(part: Tensor, inner: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-        return _round_columns(part, inner, (grids.of(column, weight) for column in columns[first:last]), number_format)
+    def round_reference(part: Tensor, factor: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+        return _round_columns(
+            part, factor, (group_qparams.at_column(column, weight) for column in columns[first:last]), number_format
+        )
 
-    return plain
+    return round_reference
 
 
 def _kernel_rounding(
-    kernel: Callable[..., Any], number_format: Integer, grids: _Grids, order: Tensor | None, weight: Tensor
+    kernel: Callable[..., Any],
+    number_format: Integer,
+    group_qparams: _GroupQParams,
+    order: Tensor | None,
+    weight: Tensor,
 ) -> Rounding:
     rows, columns = weight.shape
     original_columns = torch.arange(columns, device=weight.device) if order is None else order
-    group = original_columns // grids.size
+    group = original_columns // group_qparams.size
     fixed_qparams = (
-        {name: _lines(tensor, rows) for name, tensor in grids.whole().tensors().items()} if grids.fixed else {}
+        {name: _group_major(tensor, rows) for name, tensor in group_qparams.all_groups().tensors().items()}
+        if group_qparams.precomputed
+        else {}
     )
 
-    def fast(part: Tensor, inner: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-        if grids.fixed:
+    def round_with_kernel(part: Tensor, factor: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+        if group_qparams.precomputed:
             qparams = {name: tensor[group[first:last]].T for name, tensor in fixed_qparams.items()}
         else:
             qparams = {
-                name: t[:, 0].expand(rows, last - first) for name, t in grids.of(first, weight).tensors().items()
+                name: t[:, 0].expand(rows, last - first)
+                for name, t in group_qparams.at_column(first, weight).tensors().items()
             }
         return kernel(
-            part, inner, qparams["scale"], qparams.get("zero"), number_format.qmax,
+            part, factor, qparams["scale"], qparams.get("zero"), number_format.qmax,
             default_zero=float(number_format.qmax // 2 + 1), fractional_zero=number_format.zero_dtype != "code",
         )  # fmt: skip
 
-    return fast
+    return round_with_kernel
 
 
-def _lines(tensor: Tensor, rows: int) -> Tensor:  # [rows or 1, groups, 1] -> [groups, rows]
+def _group_major(tensor: Tensor, rows: int) -> Tensor:  # [rows or 1, groups, 1] -> [groups, rows]
     """Lay out one qparam of each group contiguously over all rows."""
     return tensor.expand(rows, -1, 1)[..., 0].T.contiguous()
 
 
-def aligned(block: int, size: int) -> int:
+def align_to_groups(block: int, group_size: int) -> int:
     """Return the number of columns nearest to `block` such that no group spans two blocks.
 
     The qparams of a group are computed at its first column, when all of its columns must be up to date.
     """
-    return block if size % block == 0 else max(block // size, 1) * size
+    return block if group_size % block == 0 else max(block // group_size, 1) * group_size
 
 
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
@@ -187,48 +196,50 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     raise DataError("the inputs of a layer are NaN or infinite on the calibration data; it cannot be quantized.")
 
 
-class _Grids:
+class _GroupQParams:
     """The qparams of each group: all computed beforehand (`static`), or each at the first column of its group."""
 
     def __init__(self, number_format: Format, weight: Tensor, search: bool, static: bool) -> None:
         self.format, self.search = number_format, search
-        self.tensor_maximum = number_format.tensor_amax(weight)
+        self.tensor_amax = number_format.tensor_amax(weight)
         self.size = number_format.effective_group_size(weight.shape[1])
-        self.fixed = static or number_format.group_size <= 0
-        self.grids: list[QuantParams] = []
-        if self.fixed:
-            qparams = self._fit(number_format.split_groups(weight))
-            self.grids = [_group(qparams, index) for index in range(-(-weight.shape[1] // self.size))]
+        self.precomputed = static or number_format.group_size <= 0
+        self.groups: list[QuantParams] = []
+        if self.precomputed:
+            qparams = self._compute_qparams(number_format.split_groups(weight))
+            self.groups = [_select_group(qparams, index) for index in range(-(-weight.shape[1] // self.size))]
 
-    def _fit(self, grouped: Tensor) -> QuantParams:
+    def _compute_qparams(self, grouped: Tensor) -> QuantParams:
         if self.search:
-            return search_qparams(grouped, self.format, self.tensor_maximum)
-        return self.format.compute_qparams(grouped, tensor_amax=self.tensor_maximum)
+            return search_qparams(grouped, self.format, self.tensor_amax)
+        return self.format.compute_qparams(grouped, tensor_amax=self.tensor_amax)
 
-    def of(self, column: int, weight: Tensor) -> QuantParams:
+    def at_column(self, column: int, weight: Tensor) -> QuantParams:
         index = column // self.size
-        if index == len(self.grids):
+        if index == len(self.groups):
             members = weight[:, index * self.size : (index + 1) * self.size]
-            self.grids.append(self._fit(members[:, None]))
-        return self.grids[index]
+            self.groups.append(self._compute_qparams(members[:, None]))
+        return self.groups[index]
 
-    def whole(self) -> QuantParams:
-        first = self.grids[0]
+    def all_groups(self) -> QuantParams:
+        first = self.groups[0]
         if self.format.group_size == PER_TENSOR:
             return first
         return QuantParams(
             **{
-                name: tensor if name == "tensor" else torch.cat([getattr(grid, name) for grid in self.grids], dim=-2)
+                name: tensor
+                if name == "tensor"
+                else torch.cat([getattr(qparams, name) for qparams in self.groups], dim=-2)
                 for name, tensor in first.tensors().items()
             }
         )
 
 
-def _group(grid: QuantParams, index: int) -> QuantParams:
+def _select_group(qparams: QuantParams, index: int) -> QuantParams:
     """Select one group of qparams [rows, groups, 1]."""
     return QuantParams(
         **{
             name: tensor if name == "tensor" or tensor.shape[-2] == 1 else tensor[..., index : index + 1, :]
-            for name, tensor in grid.tensors().items()
+            for name, tensor in qparams.tensors().items()
         }
     )

@@ -14,14 +14,14 @@ from smelt.errors import RecipeError
 from smelt.numerics.format import QuantizedTensor, QuantParams
 from smelt.numerics.integer import Integer
 
-LARGEST_INVERSE = 2e4  # of a scale
-LARGEST_ZERO = 6e4  # that float16 holds
+MAX_INVERSE_SCALE = 2e4
+MAX_ZERO_POINT = 6e4  # in float16
 
 
 @METHODS.register("hqq", paper="Badri and Shaji, 2023 (Half-Quadratic Quantization)")
 @dataclass(frozen=True)
 class Hqq(Quantization):
-    """Optimize the zero point of each group without data; better than rtn at 4 bits and below."""
+    """Use at 4 bits and below without calibration data, where it is better than rtn."""
 
     group_size: int = 64
     lp_norm: float = renamed("power", default=0.7)  # p of the l_p norm
@@ -42,10 +42,10 @@ class Hqq(Quantization):
 
     def quantize(self, work: BlockWork) -> None:
         for group in work.groups:
-            work.put(group, [self.fit(layer.weight) for layer in group.layers])
+            work.replace_layers(group, [self.quantize_matrix(layer.weight) for layer in group.layers])
 
     @torch.no_grad()
-    def fit(self, weight: Tensor) -> QuantizedTensor:
+    def quantize_matrix(self, weight: Tensor) -> QuantizedTensor:
         """Quantize a matrix [out, in] by half-quadratic splitting.
 
         Each iteration shrinks the error to its sparse part, then recomputes the zero point as a mean.
@@ -53,8 +53,8 @@ class Hqq(Quantization):
         number_format = self.weight_format
         grouped = number_format.split_groups(weight)
         low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
-        inverse = torch.where(high == low, 1.0, (number_format.qmax / (high - low)).clamp(max=LARGEST_INVERSE))
-        inverse = torch.minimum(inverse, LARGEST_ZERO / low.abs())
+        inverse = torch.where(high == low, 1.0, (number_format.qmax / (high - low)).clamp(max=MAX_INVERSE_SCALE))
+        inverse = torch.minimum(inverse, MAX_ZERO_POINT / low.abs())
         scale = number_format.round_scale(1 / inverse)
         zero = -low / scale
         best, best_error = zero, torch.inf
@@ -67,6 +67,6 @@ class Hqq(Quantization):
             best, best_error = zero, mean_error
             sparse_error = error.sign() * (error.abs() - error.abs().pow(self.lp_norm - 1) / self.beta).relu()
             zero = (codes - (grouped - sparse_error) / scale).mean(-1, keepdim=True)
-        grid = QuantParams(scale, number_format.round_zero(best))
-        codes = number_format.quantize_groups(grouped, grid).flatten(-2)[..., : weight.shape[1]]
-        return QuantizedTensor(number_format, codes, grid)
+        qparams = QuantParams(scale, number_format.round_zero(best))
+        codes = number_format.quantize_groups(grouped, qparams).flatten(-2)[..., : weight.shape[1]]
+        return QuantizedTensor(number_format, codes, qparams)

@@ -20,7 +20,7 @@ from smelt.models.model import Model
 @METHODS.register("kv-cache", paper="Ashkboos et al., 2024 (QuaRot's cache, arXiv 2404.00456)")
 @dataclass(frozen=True)
 class KvCache(Method):
-    """Quantize the KV cache of a language model; for long contexts, weights unchanged."""
+    """Use for long contexts: quantizes the KV cache of a language model and leaves its weights unchanged."""
 
     offloads: ClassVar[bool] = True
     format: str = "int4-asym/128@float16"  # of the KV cache: a name from `smelt formats`, or none

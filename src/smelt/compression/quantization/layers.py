@@ -36,19 +36,19 @@ class LayerGroup:
     """Layers that share one input tensor, and the part of the block they belong to."""
 
     part: Part
-    writes: bool  # the layers are the part's input projections; false: its output projection
+    is_input_group: bool  # the layers are the part's input projections; false: its output projection
     layers: tuple[LinearLayer, ...]
     router: LinearLayer | None = (
         None  # of a mixture, if the group is the input projections of all experts: it shares their input
     )
 
     @property
-    def entrance(self) -> Any:
+    def input_module(self) -> Any:
         """Return a module that receives the complete input of the group."""
         return self.layers[0].module if self.router is None else self.router.module
 
     @property
-    def exit(self) -> Any:
+    def output_module(self) -> Any:
         """Return the module that outputs the result of the part or mixture."""
         mixture = self.part.mixture
         return self.part.output.module if self.router is None or mixture is None else mixture.module
@@ -77,8 +77,8 @@ def layer_groups(block: Block) -> list[LayerGroup]:
     for part in block.parts:
         if not part.units:
             continue
-        writers = {projection.path: projection.module for projection in part.input_projections}
-        groups.append(LayerGroup(part, True, tuple(LinearLayer(module, path) for path, module in writers.items())))
+        projections = {projection.path: projection.module for projection in part.input_projections}
+        groups.append(LayerGroup(part, True, tuple(LinearLayer(module, path) for path, module in projections.items())))
         groups.append(LayerGroup(part, False, (LinearLayer(part.output.module, part.output.path),)))
     return groups
 
@@ -89,10 +89,10 @@ def scale_groups(block: Block) -> list[LayerGroup]:
     groups, merged = layer_groups(block), []
     for group in groups:
         mixture = group.part.mixture
-        if mixture is None or not group.writes:
+        if mixture is None or not group.is_input_group:
             merged.append(group)
         elif all(other.router is None for other in merged):
-            experts = [other for other in groups if other.writes and other.part.mixture is mixture]
+            experts = [other for other in groups if other.is_input_group and other.part.mixture is mixture]
             layers = tuple(layer for other in experts for layer in other.layers)
             merged.append(LayerGroup(group.part, True, layers, LinearLayer(mixture.router, mixture.router_path)))
     return merged
@@ -125,12 +125,12 @@ def few_tokens(layers: Mapping[str, Mapping[str, Any]], network: nn.Module) -> l
     return [{"expert": path, **expert} for path, expert in experts.items()]
 
 
-def share_expert_amax(block: Block, seen: Mapping[str, AbsMaxObserver]) -> None:
+def share_expert_amax(block: Block, observers_by_path: Mapping[str, AbsMaxObserver]) -> None:
     """Give experts without tokens the largest input of the same layer over the other experts of the block."""
     experts = [part for part in block.parts if part.mixture is not None and part.units]
     for projections in zip(*((*part.input_projections, part.output) for part in experts), strict=True):
-        observers = [seen[projection.path] for projection in projections]
-        known = [observer.values.amax(0, keepdim=True) for observer in observers if observer.values is not None]
+        observers = [observers_by_path[projection.path] for projection in projections]
+        observed_amax = [observer.values.amax(0, keepdim=True) for observer in observers if observer.values is not None]
         for observer in observers:
-            if observer.values is None and known:
-                observer.values = torch.stack(known).amax(0)
+            if observer.values is None and observed_amax:
+                observer.values = torch.stack(observed_amax).amax(0)

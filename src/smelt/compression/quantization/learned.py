@@ -46,30 +46,30 @@ class Quantizer(nn.Module):
         self.register_buffer("grouped", number_format.split_groups(weight.detach()))  # [rows, groups, size]
 
     @abstractmethod
-    def grid(self) -> QuantParams:
+    def qparams(self) -> QuantParams:
         """Return the qparams as they will be stored, differentiable."""
 
     def divisor(self, scale: Tensor) -> Tensor:
         """Return what the weights are divided by before rounding."""
         return scale
 
-    def codes(self, grid: QuantParams) -> Tensor:
+    def codes(self, qparams: QuantParams) -> Tensor:
         """Return integer codes in float32; gradients pass straight through where nothing is clipped."""
-        steps = self.grouped / self.divisor(grid.scale)
-        return (straight_through(steps, steps.round()) + self.format.zero_point(grid)).clamp(0, self.format.qmax)
+        steps = self.grouped / self.divisor(qparams.scale)
+        return (straight_through(steps, steps.round()) + self.format.zero_point(qparams)).clamp(0, self.format.qmax)
 
     def forward(self) -> Tensor:  # [rows, columns]
-        grid = self.grid()
-        values = (self.codes(grid) - self.format.zero_point(grid)) * grid.scale
+        qparams = self.qparams()
+        values = (self.codes(qparams) - self.format.zero_point(qparams)) * qparams.scale
         return values.flatten(-2)[:, : self.columns]
 
     @torch.no_grad()
     def result(self) -> QuantizedTensor:
         """Return the quantized matrix as the layer will store it."""
-        grid = self.grid()
-        codes = self.codes(grid).nan_to_num(nan=0.0).to(torch.uint8).flatten(-2)[:, : self.columns]
+        qparams = self.qparams()
+        codes = self.codes(qparams).nan_to_num(nan=0.0).to(torch.uint8).flatten(-2)[:, : self.columns]
         return QuantizedTensor(
-            self.format, codes, QuantParams(**{name: t.detach() for name, t in grid.tensors().items()})
+            self.format, codes, QuantParams(**{name: t.detach() for name, t in qparams.tensors().items()})
         )
 
 
@@ -123,14 +123,16 @@ class LearnedQuantization(Quantization):
         quantizers = {layer: self.quantizer(layer.weight, generator) for group in groups for layer in group.layers}
         self._fit(work, quantizers, generator)
         for group in groups:
-            work.put(group, [quantizers[layer].result() for layer in group.layers])
+            work.replace_layers(group, [quantizers[layer].result() for layer in group.layers])
 
     def _fit(self, work: BlockWork, quantizers: Mapping[LinearLayer, Quantizer], generator: torch.Generator) -> None:
         """Minimize the block's loss with Adam; batches are shuffled in every epoch."""
         assert work.block_inputs is not None and work.targets is not None
         updates = self.updates(len(work.block_inputs))
         block = FakeQuantized(work.block, quantizers, self.input_format)
-        loss_of: Loss = LogitLoss(anatomy_of(work.network), work.targets[0].device) if self._logits(work) else distance
+        loss_fn: Loss = (
+            LogitLoss(anatomy_of(work.network), work.targets[0].device) if self._uses_logit_loss(work) else masked_mse
+        )
         parameters = [parameter for quantizer in quantizers.values() for parameter in quantizer.parameters()]
         optimizer = torch.optim.Adam(parameters, lr=self.lr)
         order: list[int] = []
@@ -140,7 +142,7 @@ class LearnedQuantization(Quantization):
             if self.cosine:
                 optimizer.param_groups[0]["lr"] = self.lr * (1 + math.cos(math.pi * update / updates)) / 2
             output = work.block_inputs.run(block, work.block.index, batch)
-            loss = loss_of(output, work.targets[batch].float(), work.block_inputs.masks[batch])
+            loss = loss_fn(output, work.targets[batch].float(), work.block_inputs.masks[batch])
             if not bool(loss.isfinite()):
                 raise DataError(
                     f"the loss of {work.block.path} is not a finite number: look for NaN in the weights and the "
@@ -151,11 +153,11 @@ class LearnedQuantization(Quantization):
             (loss * output.shape[-2]).backward()
             optimizer.step()
 
-    def _logits(self, work: BlockWork) -> bool:
-        return self.lfq and work.last
+    def _uses_logit_loss(self, work: BlockWork) -> bool:
+        return self.lfq and work.is_last
 
 
-def distance(output: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
+def masked_mse(output: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
     """Return the mean squared error over the unmasked tokens."""
     squares = (output - target).square()
     return squares.mean() if mask is None else squares[mask].mean()
@@ -171,21 +173,21 @@ class FakeQuantized(nn.Module):
         self.quantizers = [(names[layer], layer, quantizer) for layer, quantizer in quantizers.items()]
         self.inputs = None if inputs is None else ActivationQuant(inputs)
         tensors = {**dict(self.block.named_parameters()), **dict(self.block.named_buffers())}
-        self.fixed = {name: in_float32(t.detach()) for name, t in tensors.items() if name not in names.values()}
+        self.fixed = {name: to_float32(t.detach()) for name, t in tensors.items() if name not in names.values()}
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         weights = {}
         for name, layer, quantizer in self.quantizers:
             weight: Tensor = quantizer()
             weights[name] = weight.T if isinstance(layer.module, Conv1D) else weight  # Conv1D stores [in, out]
-        with rounded_inputs([layer.module for _, layer, _ in self.quantizers], self.inputs):
+        with fake_quantized_inputs([layer.module for _, layer, _ in self.quantizers], self.inputs):
             return functional_call(
-                self.block, {**self.fixed, **weights}, in_float32((hidden, *args)), in_float32(kwargs)
+                self.block, {**self.fixed, **weights}, to_float32((hidden, *args)), to_float32(kwargs)
             )
 
 
 @contextmanager
-def rounded_inputs(modules: list[nn.Module], inputs: ActivationQuant | None) -> Iterator[None]:
+def fake_quantized_inputs(modules: list[nn.Module], inputs: ActivationQuant | None) -> Iterator[None]:
     """Fake-quantize the modules' inputs inside the context, with straight-through gradients."""
 
     def before(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -200,12 +202,12 @@ def rounded_inputs(modules: list[nn.Module], inputs: ActivationQuant | None) -> 
             hook.remove()
 
 
-def in_float32(value: Any) -> Any:
+def to_float32(value: Any) -> Any:
     """Cast floating-point tensors, also in nested containers, to float32; leave everything else."""
     if isinstance(value, Tensor):
         return value.float() if value.is_floating_point() else value
     if isinstance(value, dict):
-        return {key: in_float32(item) for key, item in value.items()}
+        return {key: to_float32(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(in_float32(item) for item in value)
+        return type(value)(to_float32(item) for item in value)
     return value

@@ -31,7 +31,7 @@ from smelt.numerics.integer import Integer
 @METHODS.register("mixed", paper="after Yao et al., 2021 (HAWQ-V3, arXiv 2011.10680)", needs=("calibration data",))
 @dataclass(frozen=True)
 class MixedPrecision(Quantization):
-    """Choose the bit width of each group of layers under an average; for a fixed size at the best quality."""
+    """Use for the best quality at a fixed size: sensitive layers get more bits."""
 
     bits: float = 4.0  # type: ignore[assignment]  # mean per weight, scales and zero points included
     bit_widths: str = renamed("choices", default="2,3,4,8")  # widths to choose from
@@ -69,7 +69,7 @@ class MixedPrecision(Quantization):
     def check(self, anatomy: Anatomy) -> None:
         super().check(anatomy)
         groups = [group for block in anatomy.blocks for group in layer_groups(block)]
-        least = sum(cost(group, self.formats[0]) for group in groups) / sum(map(weights, groups))
+        least = sum(size_in_bits(group, self.formats[0]) for group in groups) / sum(map(num_weights, groups))
         if least > self.bits:
             raise BudgetError(
                 f"mixed: the smallest width takes {least:.2f} bits per weight with its scales, more than the "
@@ -83,9 +83,9 @@ class MixedPrecision(Quantization):
             errors = self.sensitivity(model, context)
             context.checkpoint.save_facts("sensitivity", errors)
         groups = [group for block in model.anatomy.blocks for group in layer_groups(block)]
-        costs = np.array([[cost(group, number_format) for number_format in self.formats] for group in groups])
+        costs = np.array([[size_in_bits(group, number_format) for number_format in self.formats] for group in groups])
         table = [errors[group.path] for group in groups]
-        chosen = choose(np.array(table), costs, self.bits * sum(map(weights, groups)))
+        chosen = assign_bit_widths(np.array(table), costs, self.bits * sum(map(num_weights, groups)))
         return {
             group.path: (self.formats[choice], row) for group, choice, row in zip(groups, chosen, table, strict=True)
         }
@@ -100,15 +100,16 @@ class MixedPrecision(Quantization):
             with on_device(block.module, context.device), torch.no_grad():
                 groups = layer_groups(block)
                 for group in groups:
-                    around = BlockOutputError(block_inputs, block, group, self.search_tokens)
-                    errors[group.path] = [self._error(group, around, choice) for choice in self.formats]
-                errors |= stand_ins(groups, errors)
+                    output_error = BlockOutputError(block_inputs, block, group, self.search_tokens)
+                    errors[group.path] = [self._error(group, output_error, choice) for choice in self.formats]
+                errors |= estimate_unreached(groups, errors)
                 advance(block_inputs, block)
         return errors
 
-    def _error(self, group: LayerGroup, around: BlockOutputError, number_format: Format) -> float:
+    def _error(self, group: LayerGroup, output_error: BlockOutputError, number_format: Format) -> float:
         error = (
-            around.error([number_format.fake_quantize(layer.weight.float()) for layer in group.layers]) / around.size
+            output_error.error([number_format.fake_quantize(layer.weight.float()) for layer in group.layers])
+            / output_error.mean_square
         )
         if not error < float("inf"):
             raise DataError(f"the block of {group.path} outputs NaN or infinity on the calibration data.")
@@ -117,7 +118,7 @@ class MixedPrecision(Quantization):
     def quantize(self, work: BlockWork) -> None:
         plan: dict[str, tuple[Format, list[float]]] = work.prepared
         for group, matrices in round_block(work, self.rounding, lambda group: plan[group.path][0]):
-            work.put(group, matrices)
+            work.replace_layers(group, matrices)
             errors = dict(zip(map(str, self.widths), plan[group.path][1], strict=True))
             for layer in group.layers:
                 work.facts[layer.path]["block_error"] = errors  # by width
@@ -129,28 +130,34 @@ class MixedPrecision(Quantization):
         return replace(plain, passes=plain.passes + 1 + groups * len(self.formats) * share)
 
 
-def stand_ins(groups: Sequence[LayerGroup], found: Mapping[str, list[float]]) -> dict[str, list[float]]:
+def estimate_unreached(
+    groups: Sequence[LayerGroup], errors_by_path: Mapping[str, list[float]]
+) -> dict[str, list[float]]:
     """Return errors for experts that no token reached: the mean of the other experts, as zeros would earn no bits."""
-    unreached = [group for group in groups if group.part.mixture is not None and not any(found[group.path])]
+    unreached = [group for group in groups if group.part.mixture is not None and not any(errors_by_path[group.path])]
     errors = {}
     for group in unreached:
-        peers = [other for other in groups if other.part.mixture is not None and other.writes == group.writes]
-        table = [found[other.path] for other in peers if any(found[other.path])]
-        errors[group.path] = [sum(column) / len(table) for column in zip(*table, strict=True)] or found[group.path]
+        peers = [
+            other for other in groups if other.part.mixture is not None and other.is_input_group == group.is_input_group
+        ]
+        table = [errors_by_path[other.path] for other in peers if any(errors_by_path[other.path])]
+        errors[group.path] = [sum(column) / len(table) for column in zip(*table, strict=True)] or errors_by_path[
+            group.path
+        ]
     return errors
 
 
-def weights(group: LayerGroup) -> int:
+def num_weights(group: LayerGroup) -> int:
     return sum(layer.weight.numel() for layer in group.layers)
 
 
-def cost(group: LayerGroup, number_format: Format) -> float:
+def size_in_bits(group: LayerGroup, number_format: Format) -> float:
     """Return the size of a group in bits, scales included."""
     shapes = [layer.weight.shape for layer in group.layers]
     return sum(rows * columns * number_format.bits_per_value(columns, rows) for rows, columns in shapes)
 
 
-def choose(errors: np.ndarray, costs: np.ndarray, budget: float) -> Sequence[int]:  # [groups, choices] each
+def assign_bit_widths(errors: np.ndarray, costs: np.ndarray, budget: float) -> Sequence[int]:  # [groups, choices] each
     """Return one choice per group, such that the total error is minimal and the total cost within the budget."""
     groups, choices = errors.shape
     one_each = np.kron(np.eye(groups), np.ones(choices))  # [groups, groups * choices]

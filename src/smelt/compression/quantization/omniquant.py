@@ -13,13 +13,13 @@ from smelt.numerics.format import QuantParams
 from smelt.numerics.gradient import straight_through
 from smelt.numerics.integer import Integer, group_min_max
 
-START = 4.0  # initial gate: sigmoid(4) = 0.982 of the range
+INITIAL_GATE = 4.0  # sigmoid(4) = 0.982 of the range
 
 
 @METHODS.register("omniquant", paper="Shao et al., 2024 (OmniQuant, arXiv 2308.13137)", needs=("calibration data",))
 @dataclass(frozen=True)
 class OmniQuant(LearnedQuantization):
-    """Learn the clip range of each group block by block; for 2 and 3-bit weights without weight training.
+    """Use for 2 and 3-bit weights where training them is too slow: only clip ranges are learned.
 
     This is the paper's learnable weight clipping, all that it uses for weights alone; its learnable equivalent
     transformation is not here. Its batches have one sample: `batch_size: 1` in the recipe's data.
@@ -49,10 +49,10 @@ class Clipped(Quantizer):
         low, high = group_min_max(self.grouped, number_format)  # [rows, groups, 1] each
         self.register_buffer("low", low)
         self.register_buffer("high", high)
-        self.low_gate = nn.Parameter(torch.full_like(low, START))
-        self.high_gate = nn.Parameter(torch.full_like(high, START))
+        self.low_gate = nn.Parameter(torch.full_like(low, INITIAL_GATE))
+        self.high_gate = nn.Parameter(torch.full_like(high, INITIAL_GATE))
 
-    def grid(self) -> QuantParams:
+    def qparams(self) -> QuantParams:
         low, high = self.low * self.low_gate.sigmoid(), self.high * self.high_gate.sigmoid()
         number_format = self.format
         if number_format.symmetric:

@@ -16,7 +16,7 @@ from smelt.models.model import Model
 @METHODS.register("quarot", paper="Ashkboos et al., 2024 (arXiv 2404.00456)", needs=("calibration data",))
 @dataclass(frozen=True)
 class QuaRot(RotatedQuantization):
-    """Remove outliers by random Hadamard rotations; for 4-bit weights and 4-bit activations (W4A4)."""
+    """Use for 4-bit weights and 4-bit activations (W4A4) without training."""
 
     @property
     def uses_data(self) -> bool:

@@ -33,7 +33,7 @@ Batch = dict[str, Tensor]
 @METHODS.register("rilq", paper="Lee et al., 2025 (RILQ, arXiv 2412.01129)", needs=("calibration data",))
 @dataclass(frozen=True)
 class Rilq(Method):
-    """Train low-rank adapters that compensate quantization error; after a 2 or 3-bit quantizer.
+    """Use after a 2 or 3-bit quantizer, to recover quality with trained low-rank adapters.
 
     Put it after a quantizer. `init: svd` with no updates is LoftQ's first round. `merge: true` works as in QA-LoRA;
     that RILQ merges the same way is from memory (medium confidence): the paper was not at hand.
@@ -74,15 +74,19 @@ class Rilq(Method):
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         hidden = 4 * size.tokens * anatomy.parts[0].output.out_features
         matrices = 4 * block_parameters(anatomy)
-        training = matrices + 4 * 4 * self._factors(anatomy) + gradient_bytes(anatomy, size.batch_size, size.seq_len)
+        training = (
+            matrices
+            + 4 * 4 * self._adapter_parameters(anatomy)
+            + gradient_bytes(anatomy, size.batch_size, size.seq_len)
+        )
         epochs = self.updates * self.accumulation * size.batch_size / size.samples
         stored = hidden if memory_limit is None else min(hidden, memory_limit)
         return ResourceEstimate(passes=1 + 3 * epochs, memory=stored + training)
 
     def added_parameters(self, anatomy: Anatomy) -> int:
-        return 0 if self.merge else self._factors(anatomy)
+        return 0 if self.merge else self._adapter_parameters(anatomy)
 
-    def _factors(self, anatomy: Anatomy) -> int:
+    def _adapter_parameters(self, anatomy: Anatomy) -> int:
         """Return the parameter count of adapters on all layers of the blocks, inputs not pooled."""
         projections = (projection for part in anatomy.parts for projection in (*part.input_projections, part.output))
         sizes = {layer.path: (layer.out_features * layer.num_chunks, layer.in_features) for layer in projections}
@@ -95,15 +99,15 @@ class Rilq(Method):
         layers = quantized_layers(model.network)
         before, dtype = count_bytes(model.network), next(model.network.parameters()).dtype
         adapters = {path: Adapter(layer, self.rank, self.merge) for path, layer in layers.items()}
-        states = self._teach(model, context, layers, adapters)
-        training = _Training(self, model, context, adapters, states)
+        teacher_states = self._init_adapters(model, context, layers, adapters)
+        training = _Training(self, model, context, adapters, teacher_states)
         with frozen(model.network), attached(layers, adapters, dtype):
             facts = training.run()
         for path, layer in layers.items():
             if self.merge:
-                replace_module(model.network, path, adapters[path].merged_into(layer, path, dtype))
+                replace_module(model.network, path, adapters[path].merge_into_layer(layer, path, dtype))
             else:
-                adapters[path].stored_beside(layer, dtype)
+                adapters[path].add_to_layer(layer, dtype)
         adapted = quantized_layers(model.network).values()
         bits = sum(layer.bits_per_weight * layer.in_features * layer.out_features for layer in adapted)
         return {
@@ -115,24 +119,24 @@ class Rilq(Method):
             **facts,
         }
 
-    def _teach(
+    def _init_adapters(
         self, model: Model, context: MethodContext, layers: dict[str, QuantizedLinear], adapters: dict[str, Adapter]
     ) -> ActivationStore:
         """Initialize the adapters and return the teacher's last hidden states, one tensor per batch."""
         generator = torch.Generator().manual_seed(context.seed)
         for adapter in adapters.values():
-            adapter.draw(generator)
+            adapter.init_gaussian(generator)
         teacher = self._load_teacher(model)
         if self.init == "svd":
             _check_untransformed(model, teacher)
             modules = dict(teacher.network.named_modules())
             for path, layer in layers.items():
-                adapters[path].approximate(linear_weight(modules[path]).float() - layer.weight)
-        states = ActivationStore(context.memory_limit, context.folder)
+                adapters[path].init_from_error(linear_weight(modules[path]).float() - layer.weight)
+        teacher_states = ActivationStore(context.memory_limit, context.folder)
         with torch.no_grad(), frozen(teacher.network):
             for position, batch in enumerate(context.progress.track(context.batches, "the teacher")):
-                states[position] = last_hidden_state(teacher, batch).cpu()
-        return states
+                teacher_states[position] = last_hidden_state(teacher, batch).cpu()
+        return teacher_states
 
     def _load_teacher(self, model: Model) -> Model:
         """Load the unquantized model, after checking that it is not quantized and has the same sizes."""
@@ -157,13 +161,13 @@ class _Training:
         model: Model,
         context: MethodContext,
         adapters: dict[str, Adapter],
-        states: ActivationStore,
+        teacher_states: ActivationStore,
     ) -> None:
-        self.settings, self.model, self.context, self.states = settings, model, context, states
+        self.settings, self.model, self.context, self.teacher_states = settings, model, context, teacher_states
         self.head = model.network.get_output_embeddings()
         held_out = max(1, int(len(context.batches) * VALIDATION))
-        self.train = list(range(len(context.batches) - held_out))
-        self.judge = list(range(len(context.batches) - held_out, len(context.batches)))
+        self.train_batches = list(range(len(context.batches) - held_out))
+        self.validation_batches = list(range(len(context.batches) - held_out, len(context.batches)))
         names = {f"{path}.{name}": p for path, adapter in adapters.items() for name, p in adapter.named_parameters()}
         self.parameters = names
         self.optimizer = torch.optim.Adam(names.values(), lr=settings.lr)
@@ -178,7 +182,7 @@ class _Training:
             self._validate()
         settings = self.settings
         for update in self.context.progress.track(range(self.update, settings.updates), "training the adapters"):
-            if self._exhausted:
+            if self._out_of_patience:
                 break
             self._step(update)
             self.update = update + 1
@@ -190,7 +194,7 @@ class _Training:
         return {"updates": self.update, "loss_before": self.losses[0], "loss_after": min(self.losses)}
 
     @property
-    def _exhausted(self) -> bool:
+    def _out_of_patience(self) -> bool:
         """Return whether the best loss is `patience` or more validations old."""
         return len(self.losses) - 1 - self.losses.index(min(self.losses)) >= self.settings.patience
 
@@ -198,19 +202,19 @@ class _Training:
         """Run one optimizer update; batches are cycled in order."""
         self.optimizer.zero_grad()
         for micro in range(self.settings.accumulation):
-            batch = self.train[(update * self.settings.accumulation + micro) % len(self.train)]
+            batch = self.train_batches[(update * self.settings.accumulation + micro) % len(self.train_batches)]
             (self.loss(batch) / self.settings.accumulation).backward()
         self.optimizer.step()
 
     @torch.no_grad()
     def _validate(self) -> None:
-        loss = sum(float(self.loss(batch)) for batch in self.judge) / len(self.judge)
+        loss = sum(float(self.loss(batch)) for batch in self.validation_batches) / len(self.validation_batches)
         if not torch.isfinite(torch.tensor(loss)):
             raise DataError("the loss of rilq is not a finite number: look for NaN in the data, or lower its lr.")
         if not self.losses or loss < min(self.losses):
             self.best = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         self.losses.append(loss)
-        self._keep()
+        self._save_checkpoint()
 
     def loss(self, position: int) -> Tensor:
         """Return (1 - w) MSE of the last hidden state + w cross-entropy of the next token, over the unmasked tokens
@@ -219,16 +223,18 @@ class _Training:
         hidden = last_hidden_state(self.model, batch)  # [batch, tokens, hidden size]
         tokens = batch["input_ids"].to(hidden.device)
         mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).to(hidden.device).bool()
-        distance = (hidden.float() - self.states[position].to(hidden.device).float())[mask].square().mean()
+        hidden_mse = (hidden.float() - self.teacher_states[position].to(hidden.device).float())[mask].square().mean()
         valid = mask[:, :-1] & mask[:, 1:]
-        rows, following = hidden[:, :-1][valid], tokens[:, 1:][valid]
-        next_token = sum_in_chunks(self._next_token, rows, following, self.head.weight.shape[0]) / max(1, len(rows))
-        return (1 - gt_weight) * distance + gt_weight * next_token
+        rows, next_tokens = hidden[:, :-1][valid], tokens[:, 1:][valid]
+        next_token = sum_in_chunks(self._next_token_loss, rows, next_tokens, self.head.weight.shape[0]) / max(
+            1, len(rows)
+        )
+        return (1 - gt_weight) * hidden_mse + gt_weight * next_token
 
-    def _next_token(self, rows: Tensor, following: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(rows).float(), following, reduction="sum")
+    def _next_token_loss(self, rows: Tensor, next_tokens: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(rows).float(), next_tokens, reduction="sum")
 
-    def _keep(self) -> None:
+    def _save_checkpoint(self) -> None:
         """Save to alternating slots: the facts, written last, always name a complete one."""
         slot = f"factors-{len(self.losses) % 2}"
         tensors: dict[str, Tensor] = {f"now.{name}": parameter for name, parameter in self.parameters.items()}

@@ -19,7 +19,7 @@ from smelt.models.model import Model
 @METHODS.register("rotate", paper="Ashkboos et al., 2024 (arXiv 2404.00456)")
 @dataclass(frozen=True)
 class Rotate(Method):
-    """Rotate the residual stream and values without changing the function; a step before another quantizer."""
+    """Use before another quantizer, to remove outliers without changing what the network computes."""
 
     offloads: ClassVar[bool] = True
     residual: bool = renamed("stream", default=True)  # rotate the residual stream; norms are folded into layers

@@ -68,7 +68,7 @@ class RotatedQuantization(Quantization):
     def prepare(self, model: Model, context: MethodContext) -> dict[str, Any]:
         """Rotate the network; return facts, with its size before a tied head was untied."""
         size = count_bytes(model.network)
-        parts = [part for part in model.anatomy.parts if self._asked(part)]
+        parts = [part for part in model.anatomy.parts if self._should_rotate(part)]
         rotations = self.rotations(model, context)
         rotated = rotate_network(model.anatomy, rotations, context.device)
         return {
@@ -87,31 +87,31 @@ class RotatedQuantization(Quantization):
         if self.rounding == "gptq":
             work.observe(groups)
         for group, hessian in groups:
-            online = not group.writes and self.rotates(group.part)
+            online = not group.is_input_group and self.rotates(group.part)
             if online:
                 rotate_inputs(group, hessian)
-            work.put(group, self.round(group, hessian), hadamard=online)
+            work.replace_layers(group, self.round(group, hessian), hadamard=online)
 
     def rotates(self, part: Part) -> bool:
         """Return whether the inputs of the part's output projection are rotated online; some sizes have no Hadamard
         matrix."""
-        return self._asked(part) and hadamard_order(part.output.in_features) is not None
+        return self._should_rotate(part) and hadamard_order(part.output.in_features) is not None
 
-    def _asked(self, part: Part) -> bool:
+    def _should_rotate(self, part: Part) -> bool:
         return part.units > 0 and (self.rotate_ffn if part.kind == "ffn_channels" else self.rotate_heads)
 
-    def round(self, group: LayerGroup, moment: HessianObserver) -> list[QuantizedTensor]:
+    def round(self, group: LayerGroup, hessian: HessianObserver) -> list[QuantizedTensor]:
         if self.rounding == "rtn":
             return [round_to_nearest(layer.weight, self.weight_format, self.range_search) for layer in group.layers]
         return round_group(
-            group, moment, self.weight_format, damping=self.damping, act_order=self.act_order, search=self.range_search
+            group, hessian, self.weight_format, damping=self.damping, act_order=self.act_order, search=self.range_search
         )
 
 
 @torch.no_grad()
-def rotate_inputs(group: LayerGroup, moment: HessianObserver) -> None:
+def rotate_inputs(group: LayerGroup, hessian: HessianObserver) -> None:
     """Merge the inverse of an online input rotation into the weights, and rotate the Hessian."""
     for layer in group.layers:
         layer.weight.copy_(hadamard_transform(layer.weight.double()))
-    if moment.matrix is not None:
-        moment.matrix = hadamard_transform(hadamard_transform(moment.matrix).T)
+    if hessian.matrix is not None:
+        hessian.matrix = hadamard_transform(hadamard_transform(hessian.matrix).T)

@@ -25,7 +25,7 @@ from smelt.kernels.hadamard import hadamard_matrix, hadamard_order
 from smelt.models.anatomy import Anatomy, Block, Part
 from smelt.models.quantized import linear_weight, quantized_layers
 
-ROWS = 8192  # of an embedding, converted to float64 at a time
+ROWS_PER_CHUNK = 8192  # of an embedding, converted to float64 at a time
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def rotate_network(anatomy: Anatomy, rotations: Rotations, device: torch.device 
         for table in _tables(anatomy):
             _rotate_rows(table, rotations.stream)
     for block in anatomy.blocks:
-        with on_device(block.module, device), _in_double(block.module):
+        with on_device(block.module, device), _in_float64(block.module):
             _rotate_block(block, rotations)
     if rotations.stream is not None:
         _rotate_head(anatomy, rotations.stream)
@@ -144,10 +144,10 @@ def _rotate_block(block: Block, rotations: Rotations) -> None:
     device = block.parts[0].output.device
     if rotations.stream is not None:
         rotation = rotations.stream.to(device)
-        for norm, readers in block.norm_consumers:
-            _fold_norm(norm, readers, rotation)
-            for reader in readers:
-                weight = linear_weight(reader)
+        for norm, consumers in block.norm_consumers:
+            _fold_norm(norm, consumers, rotation)
+            for consumer in consumers:
+                weight = linear_weight(consumer)
                 weight.copy_(weight @ rotation)
         for part in block.parts:
             for tensor in (part.output.weight, part.output.bias):  # [hidden, in], [hidden]
@@ -158,60 +158,60 @@ def _rotate_block(block: Block, rotations: Rotations) -> None:
             _rotate_values(part, rotations.values[part.block].to(device))
 
 
-def _fold_norm(norm: Any, readers: list[Any], turn: Tensor) -> None:
-    """Fold a norm's weight into its readers. Its bias is folded into their biases; if one has none, the norm keeps its
-    bias, divided by the weight and rotated."""
+def _fold_norm(norm: Any, consumers: list[Any], rotation: Tensor) -> None:
+    """Fold a norm's weight into its consumers. Its bias is folded into their biases; if one has none, the norm keeps
+    its bias, divided by the weight and rotated."""
     bias = getattr(norm, "bias", None)
     if bias is not None:
-        if all(reader.bias is not None for reader in readers):
-            for reader in readers:
-                reader.bias.add_(linear_weight(reader) @ bias)
+        if all(consumer.bias is not None for consumer in consumers):
+            for consumer in consumers:
+                consumer.bias.add_(linear_weight(consumer) @ bias)
             bias.zero_()
         else:
-            bias.copy_(torch.where(bias == 0, 0.0, bias / norm.weight) @ turn)
+            bias.copy_(torch.where(bias == 0, 0.0, bias / norm.weight) @ rotation)
     if norm.weight is not None:
-        for reader in readers:
-            linear_weight(reader).mul_(norm.weight)
+        for consumer in consumers:
+            linear_weight(consumer).mul_(norm.weight)
         norm.weight.fill_(1.0)
 
 
-def _rotate_values(part: Part, turn: Tensor) -> None:
+def _rotate_values(part: Part, rotation: Tensor) -> None:
     """Rotate the values of every head by one matrix, and undo it in the attention output projection."""
     values, output = part.input_projections[2], part.output.weight
     for tensor in (values.weight, values.bias):  # [units * head_dim, ...]
         if tensor is not None:
             rows = tensor.unflatten(0, (part.units, part.head_dim)).transpose(0, 1)
-            tensor.copy_((turn.T @ rows.flatten(1)).view_as(rows).transpose(0, 1).flatten(0, 1))
-    output.copy_((output.unflatten(1, (-1, part.head_dim)) @ turn).flatten(1))
+            tensor.copy_((rotation.T @ rows.flatten(1)).view_as(rows).transpose(0, 1).flatten(0, 1))
+    output.copy_((output.unflatten(1, (-1, part.head_dim)) @ rotation).flatten(1))
 
 
-def _rotate_rows(table: Tensor, turn: Tensor) -> None:
-    turn = turn.to(table.device)
-    for rows in table.split(ROWS):
-        rows.copy_(rows.double() @ turn)
+def _rotate_rows(table: Tensor, rotation: Tensor) -> None:
+    rotation = rotation.to(table.device)
+    for rows in table.split(ROWS_PER_CHUNK):
+        rows.copy_(rows.double() @ rotation)
 
 
-def _rotate_head(anatomy: Anatomy, turn: Tensor) -> None:
+def _rotate_head(anatomy: Anatomy, rotation: Tensor) -> None:
     head, norm = anatomy.network.get_output_embeddings(), anatomy.final_norm
-    with _in_double(head), _in_double(norm):
-        turn = turn.to(head.weight.device)
-        _fold_norm(norm, [head], turn)
-        head.weight.copy_(head.weight @ turn)
+    with _in_float64(head), _in_float64(norm):
+        rotation = rotation.to(head.weight.device)
+        _fold_norm(norm, [head], rotation)
+        head.weight.copy_(head.weight @ rotation)
 
 
 def _check_norms(anatomy: Anatomy) -> None:
     """Raise if a norm must keep its bias where its weight is zero, which would be a division by zero."""
     pairs = [pair for block in anatomy.blocks for pair in block.norm_consumers]
-    for norm, readers in [*pairs, (anatomy.final_norm, [anatomy.network.get_output_embeddings()])]:
+    for norm, consumers in [*pairs, (anatomy.final_norm, [anatomy.network.get_output_embeddings()])]:
         bias = getattr(norm, "bias", None)
-        if bias is None or all(reader.bias is not None for reader in readers):
+        if bias is None or all(consumer.bias is not None for consumer in consumers):
             continue
         if bool(((norm.weight == 0) & (bias != 0)).any()):
             raise ModelError("a norm has a bias where its weight is zero; no rotation can be folded into it.")
 
 
 @contextmanager
-def _in_double(module: Any) -> Iterator[None]:
+def _in_float64(module: Any) -> Iterator[None]:
     """Convert the parameters to float64 inside the context, and back to their dtypes afterwards."""
     dtypes = [(parameter, parameter.dtype) for parameter in module.parameters()]
     for parameter, _ in dtypes:

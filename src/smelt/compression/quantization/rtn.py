@@ -13,12 +13,12 @@ from smelt.config import renamed
 @METHODS.register("rtn", paper="Frantar et al., 2023 (range search of their code)")
 @dataclass(frozen=True)
 class RoundToNearest(Quantization):
-    """Quantize each weight to the nearest grid value; fast, without data, good at 8 bits."""
+    """Use at 8 bits, or for a fast result without calibration data: rounds each weight to the nearest value."""
 
     range_search: bool = renamed("search", default=False)  # choose each group's range to minimize |error|^2.4
 
     def quantize(self, work: BlockWork) -> None:
         for group in work.groups:
-            work.put(
+            work.replace_layers(
                 group, [round_to_nearest(layer.weight, self.weight_format, self.range_search) for layer in group.layers]
             )

@@ -17,36 +17,38 @@ from torch import Tensor
 from smelt.compression.base import CalibrationSize, ResourceEstimate, one_of, within
 from smelt.compression.calibration.observers import AbsMaxObserver, MeanAbsObserver
 from smelt.compression.quantization.base import BlockWork, Quantization
-from smelt.compression.quantization.clipping import clip_block
 from smelt.compression.quantization.gptq_rounding import ROUNDINGS, round_block
 from smelt.compression.quantization.layers import LayerGroup, LinearLayer, is_unreached, observed, scale_groups
 from smelt.compression.quantization.scaling import ScaleSource, fold_scale, scale_source
-from smelt.compression.quantization.search_eval import Change, LayerOutputError, ModuleOutputError, OutputError
+from smelt.compression.quantization.search_eval import InputTransform, LayerOutputError, ModuleOutputError, OutputError
 from smelt.config import renamed
 from smelt.errors import DataError
-from smelt.models.anatomy import Anatomy
+from smelt.models.anatomy import Anatomy, Projection
 from smelt.numerics.format import Format, QuantizedTensor
 
 STEPS = 20  # exponents 0, 1/20, ..., 19/20
+CLIP_RATIOS = tuple(1 - step / 20 for step in range(10))  # 1, 0.95, ..., 0.55
+CLIP_TOKENS = 512  # inputs that the clip search sees per group
+CLIP_ROWS = 64  # of a weight, searched at once
 NO_SOURCE = "the scale cannot be folded exactly into what produces these inputs"
 NO_TOKENS = "no token of the calibration data reached this expert"
 
 
-class Statistics:
+class InputStatistics:
     """Observer of the mean and maximum magnitude of each input channel of a group."""
 
     def __init__(self) -> None:
-        self._mean, self._largest = MeanAbsObserver(), AbsMaxObserver()
+        self._mean, self._amax = MeanAbsObserver(), AbsMaxObserver()
 
     def __call__(self, x: Tensor) -> None:
         self._mean(x)
-        self._largest(x)
+        self._amax(x)
 
-    def lack(self, group: LayerGroup) -> bool:
+    def is_unreached(self, group: LayerGroup) -> bool:
         return is_unreached(group, self._mean.values)
 
-    def of(self, group: LayerGroup) -> tuple[Tensor, Tensor]:
-        return observed(group.path, self._mean.values), observed(group.path, self._largest.values)
+    def mean_and_max(self, group: LayerGroup) -> tuple[Tensor, Tensor]:
+        return observed(group.path, self._mean.values), observed(group.path, self._amax.values)
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,12 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class ScaleSearchResult:
     """The best candidate of a group, its error, and the error without scaling."""
 
     candidate: Candidate
     error: float
-    unscaled: float
+    unscaled_error: float
 
 
 @dataclass(frozen=True)
@@ -81,11 +83,11 @@ class ScaleSearch(Quantization):
         within(self.name, "search_tokens", self.search_tokens, 1, 2**31)
 
     @abstractmethod
-    def candidates(self, group: LayerGroup, mean: Tensor, largest: Tensor) -> Iterator[Candidate]:
+    def candidates(self, group: LayerGroup, mean: Tensor, amax: Tensor) -> Iterator[Candidate]:
         """Yield scales to try from a group's input statistics. Exponent 0 of the first family means no scaling."""
 
     @property
-    def trial_inputs(self) -> Format | None:
+    def search_input_format(self) -> Format | None:
         """Return the format of inputs during the search; None: not quantized."""
         return None
 
@@ -94,64 +96,66 @@ class ScaleSearch(Quantization):
         if self.clip:
             clip_block(work, self.weight_format)
         for group, matrices in round_block(work, self.rounding, lambda _: self.weight_format):
-            all_facts = [self.note(layer, matrix) for layer, matrix in zip(group.layers, matrices, strict=True)]
-            work.put(group, matrices)
+            all_facts = [self.layer_facts(layer, matrix) for layer, matrix in zip(group.layers, matrices, strict=True)]
+            work.replace_layers(group, matrices)
             for layer, layer_facts in zip(group.layers, all_facts, strict=True):
                 work.facts[layer.path] |= {"scaling": notes[layer.path], **layer_facts}
 
-    def note(self, layer: LinearLayer, matrix: QuantizedTensor) -> dict[str, Any]:
+    def layer_facts(self, layer: LinearLayer, matrix: QuantizedTensor) -> dict[str, Any]:
         """Return additional facts about a quantized layer."""
         return {}
 
     def scale(self, work: BlockWork) -> dict[str, dict[str, Any]]:
         """Fold the best scale of every group; return facts by layer path."""
-        statistics = [(group, Statistics()) for group in scale_groups(work.block)]
+        statistics = [(group, InputStatistics()) for group in scale_groups(work.block)]
         work.observe(statistics)
         notes: dict[str, dict[str, Any]] = {}
         for group, observer in statistics:
             source = scale_source(work.block, group)
             note: dict[str, Any] = {"into": None, "reason": NO_SOURCE}
-            if observer.lack(group):
+            if observer.is_unreached(group):
                 note["reason"] = NO_TOKENS
             elif source is not None:
-                output_error = self.around(work, group)
-                best = self.best(group, source, output_error, *observer.of(group))
+                output_error = self.make_output_error(work, group)
+                best = self.best(group, source, output_error, *observer.mean_and_max(group))
                 fold_scale(group, source, best.candidate.scale)
                 note = {
                     "into": source.name, "family": best.candidate.family, "exponent": best.candidate.exponent,
-                    "error": best.error, "error_unscaled": best.unscaled,
+                    "error": best.error, "error_unscaled": best.unscaled_error,
                 }  # fmt: skip
             notes |= {layer.path: note for layer in group.layers}
         return notes
 
-    def around(self, work: BlockWork, group: LayerGroup) -> OutputError:
+    def make_output_error(self, work: BlockWork, group: LayerGroup) -> OutputError:
         """Return where the error is measured: at the output of attention or FFN for their input projections, else at
         the layer's own output."""
         assert work.block_inputs is not None
-        error_class = ModuleOutputError if group.writes else LayerOutputError
+        error_class = ModuleOutputError if group.is_input_group else LayerOutputError
         return error_class(work.block_inputs, work.block, group, self.search_tokens)
 
-    def best(self, group: LayerGroup, source: ScaleSource, around: OutputError, mean: Tensor, largest: Tensor) -> Found:
+    def best(
+        self, group: LayerGroup, source: ScaleSource, output_error: OutputError, mean: Tensor, amax: Tensor
+    ) -> ScaleSearchResult:
         """Return the best candidate, each rounded to what its source can fold."""
-        best, unscaled = None, None
-        for candidate in self.candidates(group, mean, largest):
-            candidate = replace(candidate, scale=source.fitting(candidate.scale))
-            error = self.trial_error(group, around, candidate.scale)
-            unscaled = error if unscaled is None else unscaled
+        best, unscaled_error = None, None
+        for candidate in self.candidates(group, mean, amax):
+            candidate = replace(candidate, scale=source.foldable(candidate.scale))
+            error = self.trial_error(group, output_error, candidate.scale)
+            unscaled_error = error if unscaled_error is None else unscaled_error
             if best is None or error < best.error:
-                best = Found(candidate, error, unscaled)
+                best = ScaleSearchResult(candidate, error, unscaled_error)
         assert best is not None
         if not best.error < torch.inf:
             raise DataError(f"{group.part.path} outputs NaN or infinity on the calibration data; cannot quantize it.")
         return best
 
-    def trial_error(self, group: LayerGroup, around: OutputError, scale: Tensor) -> float:
+    def trial_error(self, group: LayerGroup, output_error: OutputError, scale: Tensor) -> float:
         """Return the output error of the quantized product `Q(x / s) Q(W s)^T`."""
         weights = [self.weight_format.fake_quantize(layer.weight.float() * scale) / scale for layer in group.layers]
-        return around.error(weights, self._rounding_of_inputs(scale))
+        return output_error.error(weights, self._input_quantizer(scale))
 
-    def _rounding_of_inputs(self, scale: Tensor) -> Change | None:
-        number_format = self.trial_inputs
+    def _input_quantizer(self, scale: Tensor) -> InputTransform | None:
+        number_format = self.search_input_format
         if number_format is None:
             return None
         return lambda x: (number_format.fake_quantize(x.float() / scale) * scale).to(x.dtype)
@@ -165,10 +169,66 @@ class ScaleSearch(Quantization):
         return replace(plain, passes=plain.passes + 1 + (STEPS * 4 / 3 + max(0, experts - 1)) * share)
 
 
-def power_family(base: Tensor, exponent: float) -> Tensor:
+def power_scale(base: Tensor, exponent: float) -> Tensor:
     """Return base^exponent, scaled so that its maximum is the inverse of its minimum."""
-    return balanced(base.clamp(min=1e-4).pow(exponent))
+    return balance_scale(base.clamp(min=1e-4).pow(exponent))
 
 
-def balanced(scale: Tensor) -> Tensor:
+def balance_scale(scale: Tensor) -> Tensor:
     return scale / (scale.max() * scale.min()).sqrt()
+
+
+# --- clipping, as in AWQ ----------------------------------------------------------------------------------------------
+
+
+def clip_block(work: BlockWork, number_format: Format) -> None:
+    """Clip each group of a block's weights to the range of least output error after quantization."""
+    samples = [(group, RowSample(CLIP_TOKENS)) for group in work.groups]
+    work.observe(samples)
+    for group, sample in samples:
+        if is_unreached(group, sample.rows):
+            continue
+        for projection in clipped_projections(group):
+            clip_(projection.weight, observed(group.path, sample.rows), number_format)
+
+
+def clipped_projections(group: LayerGroup) -> tuple[Projection, ...]:
+    """Return the projections to clip: all but queries and keys, whose product is too sensitive."""
+    if not group.is_input_group:
+        return (group.part.output,)
+    return group.part.input_projections[2:] if group.part.kind == "heads" else group.part.input_projections
+
+
+class RowSample:
+    """Observer that keeps the first `count` rows."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.rows: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> None:
+        stored = 0 if self.rows is None else len(self.rows)
+        if stored < self.count and len(x):
+            rows = x[: self.count - stored].float()
+            self.rows = rows if self.rows is None else torch.cat([self.rows, rows])
+
+
+@torch.no_grad()
+def clip_(weight: Tensor, x: Tensor, number_format: Format) -> None:
+    """Clip each group of a matrix [out, in] to the range of least output error after quantization."""
+    inputs = number_format.split_groups(x).transpose(0, 1)  # [groups, tokens, size]
+    amax = number_format.tensor_amax(weight)
+    for start in range(0, len(weight), CLIP_ROWS):
+        rows = weight[start : start + CLIP_ROWS]
+        grouped = number_format.split_groups(rows.detach())  # [rows, groups, size]
+        limits = grouped.abs().amax(-1, keepdim=True)
+        best, least = limits, torch.full_like(limits, torch.inf)
+        for ratio in CLIP_RATIOS:
+            clipped = grouped.clamp(-limits * ratio, limits * ratio)
+            qparams = number_format.compute_qparams(clipped, tensor_amax=amax)
+            difference = (
+                number_format.dequantize_groups(number_format.quantize_groups(clipped, qparams), qparams) - grouped
+            )
+            error = torch.bmm(inputs, difference.permute(1, 2, 0)).square().sum(1).T[..., None]  # [rows, groups, 1]
+            best, least = torch.where(error < least, limits * ratio, best), torch.minimum(error, least)
+        rows.copy_(grouped.clamp(-best, best).flatten(-2)[:, : weight.shape[1]])

@@ -23,7 +23,7 @@ class ScaleSource(ABC):
 
     name: ClassVar[str]
 
-    def fitting(self, scale: Tensor) -> Tensor:  # [columns] -> [columns]
+    def foldable(self, scale: Tensor) -> Tensor:  # [columns] -> [columns]
         """Return the nearest scale that can be folded exactly."""
         return scale
 
@@ -71,7 +71,7 @@ class ValueSource(ProjectionSource):
     name = "values"
     part: Part
 
-    def fitting(self, scale: Tensor) -> Tensor:
+    def foldable(self, scale: Tensor) -> Tensor:
         """Average the scales of query heads that share a KV head (grouped-query attention)."""
         return self._by_head(scale).mean(1, keepdim=True).expand(-1, self.part.heads_per_unit, -1).flatten()
 
@@ -85,7 +85,7 @@ class ValueSource(ProjectionSource):
 def scale_source(block: Block, group: LayerGroup) -> ScaleSource | None:
     """Return what a scale of this group can be folded into; None if it cannot be folded exactly."""
     part = group.part
-    if group.writes:  # in a post-norm block the residual also reads the norm: there `pre_norm` is None
+    if group.is_input_group:  # in a post-norm block the residual also reads the norm: there `pre_norm` is None
         exclusive = part.mixture is None or group.router is not None  # a single expert shares the norm with the others
         return NormSource(part.pre_norm) if exclusive and getattr(part.pre_norm, "weight", None) is not None else None
     if part.kind == "heads":

@@ -16,37 +16,41 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from smelt.compression.calibration.block_inputs import BlockInputs
+from smelt.compression.calibration.block_inputs import BlockInputs, StopForward
 from smelt.compression.calibration.expert_routing import track_routing
 from smelt.compression.quantization.layers import LayerGroup
 from smelt.models.anatomy import Block
 
-Change = Callable[[Tensor], Tensor]  # of a group's inputs
+InputTransform = Callable[[Tensor], Tensor]  # of a group's inputs
 
 
 def first_batches(block_inputs: BlockInputs, tokens: int) -> list[int]:
     """Return the first batches with at most `tokens` positions in total, and at least one."""
-    chosen, total = [0], _positions(block_inputs.hidden[0])
+    selected, total = [0], _num_positions(block_inputs.hidden[0])
     for batch in range(1, len(block_inputs)):
-        total += _positions(block_inputs.hidden[batch])
+        total += _num_positions(block_inputs.hidden[batch])
         if total > tokens:
             break
-        chosen.append(batch)
-    return chosen
+        selected.append(batch)
+    return selected
 
 
-def _positions(hidden: Tensor) -> int:
+def _num_positions(hidden: Tensor) -> int:
     return hidden.shape[:-1].numel()
 
 
 @contextmanager
-def trial_weights(group: LayerGroup, weights: Sequence[Tensor], change: Change | None = None) -> Iterator[None]:
+def trial_weights(
+    group: LayerGroup, weights: Sequence[Tensor], transform: InputTransform | None = None
+) -> Iterator[None]:
     """Set the group's weights and transform its inputs inside the context; restore both bit for bit afterwards."""
     original = [layer.weight.detach().clone() for layer in group.layers]
     hooks = []
-    if change is not None:
-        changed = _remembering(change)
-        hooks = [layer.module.register_forward_pre_hook(lambda _, args: (changed(args[0]),)) for layer in group.layers]
+    if transform is not None:
+        transformed = _cache_last(transform)
+        hooks = [
+            layer.module.register_forward_pre_hook(lambda _, args: (transformed(args[0]),)) for layer in group.layers
+        ]
     try:
         _write(group, weights)
         yield
@@ -56,16 +60,16 @@ def trial_weights(group: LayerGroup, weights: Sequence[Tensor], change: Change |
         _write(group, original)
 
 
-def _remembering(change: Change) -> Change:
+def _cache_last(transform: InputTransform) -> InputTransform:
     """Cache the last result, for layers that receive the same tensor one after the other."""
     last: list[Tensor] = []
 
-    def changed(x: Tensor) -> Tensor:
+    def transformed(x: Tensor) -> Tensor:
         if not last or last[0] is not x:
-            last[:] = [x, change(x)]
+            last[:] = [x, transform(x)]
         return last[1]
 
-    return changed
+    return transformed
 
 
 @torch.no_grad()
@@ -77,18 +81,20 @@ def _write(group: LayerGroup, weights: Sequence[Tensor]) -> None:
 class OutputError(ABC):
     """Output error of the module around a layer group, against its outputs with the initial weights."""
 
-    truth: list[Tensor]  # [unmasked tokens, outputs] per batch
+    reference: list[Tensor]  # [unmasked tokens, outputs] per batch
 
     @abstractmethod
-    def outputs(self, weights: Sequence[Tensor], change: Change | None = None) -> Iterator[Tensor]:
+    def outputs(self, weights: Sequence[Tensor], transform: InputTransform | None = None) -> Iterator[Tensor]:
         """Yield the outputs with these weights, batch by batch."""
 
     @torch.no_grad()
-    def error(self, weights: Sequence[Tensor], change: Change | None = None) -> float:
+    def error(self, weights: Sequence[Tensor], transform: InputTransform | None = None) -> float:
         """Return the mean squared error against the initial outputs."""
-        pairs = zip(self.outputs(weights, change), self.truth, strict=True)
-        total = sum(float((output.float() - true.float()).square().sum(dtype=torch.float64)) for output, true in pairs)
-        return total / max(1, sum(true.numel() for true in self.truth))
+        pairs = zip(self.outputs(weights, transform), self.reference, strict=True)
+        total = sum(
+            float((output.float() - expected.float()).square().sum(dtype=torch.float64)) for output, expected in pairs
+        )
+        return total / max(1, sum(expected.numel() for expected in self.reference))
 
 
 class LayerOutputError(OutputError):
@@ -97,13 +103,13 @@ class LayerOutputError(OutputError):
     def __init__(self, block_inputs: BlockInputs, block: Block, group: LayerGroup, tokens: int) -> None:
         (layer,) = group.layers
         batches = first_batches(block_inputs, tokens)
-        self.inputs = [rows for rows, _ in _runs(block_inputs, block, layer.module, batches)]
-        self.truth = list(self.outputs([layer.weight]))
+        self.inputs = [rows for rows, _ in _module_io(block_inputs, block, layer.module, batches)]
+        self.reference = list(self.outputs([layer.weight]))
 
     @torch.no_grad()
-    def outputs(self, weights: Sequence[Tensor], change: Change | None = None) -> Iterator[Tensor]:
+    def outputs(self, weights: Sequence[Tensor], transform: InputTransform | None = None) -> Iterator[Tensor]:
         for x in self.inputs:
-            yield F.linear(x if change is None else change(x), weights[0].to(x.dtype))
+            yield F.linear(x if transform is None else transform(x), weights[0].to(x.dtype))
 
 
 class ModuleOutputError(OutputError):
@@ -113,17 +119,17 @@ class ModuleOutputError(OutputError):
         self.block_inputs, self.block, self.group = block_inputs, block, group
         self.batches = first_batches(block_inputs, tokens)
         before = [part.owner for part in block.parts if part.kind == "heads" and part is not group.part]
-        self.holder: nn.Module | None = before[0] if before else None
-        self.held: list[Any] = []
-        with _recording(self.holder, self.held):
-            self.truth = list(self._outputs())
+        self.attention: nn.Module | None = before[0] if before else None
+        self.attention_outputs: list[Any] = []
+        with _record_outputs(self.attention, self.attention_outputs):
+            self.reference = list(self._outputs())
 
-    def outputs(self, weights: Sequence[Tensor], change: Change | None = None) -> Iterator[Tensor]:
-        with trial_weights(self.group, weights, change), _repeating(self.holder, self.held):
+    def outputs(self, weights: Sequence[Tensor], transform: InputTransform | None = None) -> Iterator[Tensor]:
+        with trial_weights(self.group, weights, transform), _replay_outputs(self.attention, self.attention_outputs):
             yield from self._outputs()
 
     def _outputs(self) -> Iterator[Tensor]:
-        for _, output in _runs(self.block_inputs, self.block, self.group.exit, self.batches):
+        for _, output in _module_io(self.block_inputs, self.block, self.group.output_module, self.batches):
             yield output
 
 
@@ -138,18 +144,14 @@ class BlockOutputError(ModuleOutputError):
             yield rows if mask is None else rows[mask.flatten()]
 
     @property
-    def size(self) -> float:
+    def mean_square(self) -> float:
         """Return the mean square of the initial outputs."""
-        total = sum(float(true.float().square().sum(dtype=torch.float64)) for true in self.truth)
-        return total / sum(true.numel() for true in self.truth)
-
-
-class _Ended(Exception):
-    """Raised to stop the forward pass after the requested module."""
+        total = sum(float(expected.float().square().sum(dtype=torch.float64)) for expected in self.reference)
+        return total / sum(expected.numel() for expected in self.reference)
 
 
 @torch.no_grad()
-def _runs(
+def _module_io(
     block_inputs: BlockInputs, block: Block, module: nn.Module, batches: Sequence[int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the input and output of a module of the block, batch by batch, unmasked tokens only.
@@ -160,13 +162,13 @@ def _runs(
 
     def after(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         recorded.append((args[0], output))
-        raise _Ended
+        raise StopForward
 
     for batch in batches:
         with track_routing(block.module) as routing:
             handle = module.register_forward_hook(after)
             try:
-                with suppress(_Ended):
+                with suppress(StopForward):
                     block_inputs.run(block.module, block.index, batch)
             finally:
                 handle.remove()
@@ -176,12 +178,12 @@ def _runs(
 
 
 @contextmanager
-def _recording(holder: nn.Module | None, held: list[Any]) -> Iterator[None]:
+def _record_outputs(module: nn.Module | None, outputs: list[Any]) -> Iterator[None]:
     """Record the outputs of a module."""
-    if holder is None:
+    if module is None:
         yield
         return
-    handle = holder.register_forward_hook(lambda _, args, output: held.append(output))
+    handle = module.register_forward_hook(lambda _, args, output: outputs.append(output))
     try:
         yield
     finally:
@@ -189,14 +191,14 @@ def _recording(holder: nn.Module | None, held: list[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _repeating(holder: Any, held: list[Any]) -> Iterator[None]:
+def _replay_outputs(module: Any, outputs: list[Any]) -> Iterator[None]:
     """Replay recorded outputs of a module, call by call."""
-    if holder is None:
+    if module is None:
         yield
         return
-    replay = iter(held)
-    holder.forward = lambda *args, **kwargs: next(replay)
+    replay = iter(outputs)
+    module.forward = lambda *args, **kwargs: next(replay)
     try:
         yield
     finally:
-        del holder.forward
+        del module.forward

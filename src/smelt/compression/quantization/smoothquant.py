@@ -15,13 +15,13 @@ from smelt.compression.quantization.gptq_rounding import ROUNDINGS, round_block
 from smelt.compression.quantization.layers import LayerGroup, observed, scale_groups
 from smelt.compression.quantization.scaling import fold_scale, scale_source
 
-SMALLEST = 1e-5  # scale
+MIN_SCALE = 1e-5
 
 
 @METHODS.register("smoothquant", paper="Xiao et al., 2023 (arXiv 2211.10438)", needs=("calibration data",))
 @dataclass(frozen=True)
 class SmoothQuant(Quantization):
-    """Move activation outliers into the weights; for 8-bit weights and 8-bit activations (W8A8).
+    """Use for 8-bit weights and 8-bit activations (W8A8) with activation outliers.
 
     Only layers that a norm feeds are smoothed. `static_activations: true` fixes the scale of the inputs beforehand.
     """
@@ -41,20 +41,20 @@ class SmoothQuant(Quantization):
     def quantize(self, work: BlockWork) -> None:
         notes = self.smooth(work)
         for group, matrices in round_block(work, self.rounding, lambda _: self.weight_format):
-            work.put(group, matrices)
+            work.replace_layers(group, matrices)
             for layer in group.layers:
                 work.facts[layer.path]["scaling"] = notes.get(layer.path, {"into": None})
 
     def smooth(self, work: BlockWork) -> dict[str, dict[str, Any]]:
         """Fold the scales of all groups that read a norm; return facts by layer path."""
-        groups = [group for group in scale_groups(work.block) if group.writes]
+        groups = [group for group in scale_groups(work.block) if group.is_input_group]
         sources = [(group, scale_source(work.block, group)) for group in groups]
         observers = [(group, source, AbsMaxObserver()) for group, source in sources if source is not None]
         if observers:
             work.observe([(group, observer) for group, _, observer in observers])
         notes: dict[str, dict[str, Any]] = {}
         for group, source, observer in observers:
-            scale = smoothing(group, observed(group.path, observer.values), self.alpha)
+            scale = smoothing_scale(group, observed(group.path, observer.values), self.alpha)
             fold_scale(group, source, scale)
             spread = float(scale.max() / scale.min())
             notes |= {layer.path: {"into": source.name, "spread": spread} for layer in group.layers}
@@ -62,7 +62,7 @@ class SmoothQuant(Quantization):
 
 
 @torch.no_grad()
-def smoothing(group: LayerGroup, largest: Tensor, alpha: float) -> Tensor:  # [columns] -> [columns]
+def smoothing_scale(group: LayerGroup, amax: Tensor, alpha: float) -> Tensor:  # [columns] -> [columns]
     """Return max|x|^alpha / max|w|^(1 - alpha) per channel, over all layers that share the input."""
     weights = group.stacked().abs().amax(0)
-    return (largest.pow(alpha) / weights.clamp(min=SMALLEST).pow(1 - alpha)).clamp(min=SMALLEST)
+    return (amax.pow(alpha) / weights.clamp(min=MIN_SCALE).pow(1 - alpha)).clamp(min=MIN_SCALE)

@@ -40,7 +40,7 @@ Round = Callable[[Tensor], Tensor]
 @METHODS.register("spinquant", paper="Liu et al., 2025 (arXiv 2405.16406)", needs=("calibration data", "gradients"))
 @dataclass(frozen=True)
 class SpinQuant(RotatedQuantization):
-    """Learn the rotations of QuaRot by gradients; for W4A4 where minutes of training are affordable."""
+    """Use for better W4A4 quality than quarot, where minutes of training are affordable."""
 
     offloads: ClassVar[bool] = False  # the loss is that of the whole network
     rotate_heads: bool = False  # Hadamard-rotate the attention output-projection input online, across heads
@@ -73,20 +73,20 @@ class SpinQuant(RotatedQuantization):
     def rotations(self, model: Model, context: MethodContext) -> Rotations:
         matrices, facts = context.checkpoint.load("rotations"), context.checkpoint.load_facts("rotations")
         if matrices is None or facts is None:
-            matrices, facts = self._learned(model, context)
+            matrices, facts = self._learn(model, context)
             context.checkpoint.save("rotations", matrices)
             context.checkpoint.save_facts("rotations", facts)
         exact = {name: nearest_orthogonal(matrix) for name, matrix in matrices.items()}
         return Rotations(exact.pop("stream"), {int(block): matrix for block, matrix in exact.items()}, facts)
 
-    def _learned(self, model: Model, context: MethodContext) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _learn(self, model: Model, context: MethodContext) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the learned matrices in float32 (`stream`, and those of values by block index), and the losses."""
         network, batches = model.network, context.batches
         start = random_rotations(model.anatomy, context.seed)
         assert start.stream is not None
         named = {"stream": start.stream, **{str(block): matrix for block, matrix in start.values.items()}}
         rotations = {name: matrix.to(model.device, torch.float32).requires_grad_() for name, matrix in named.items()}
-        with frozen(network), self.rounding_inputs(model.anatomy, rotations):
+        with frozen(network), self.quantized_inputs(model.anatomy, rotations):
             before, initial = (
                 _mean_loss(network, batches),
                 {name: rotation.detach().clone() for name, rotation in rotations.items()},
@@ -103,7 +103,7 @@ class SpinQuant(RotatedQuantization):
         return ({name: rotation.detach() for name, rotation in rotations.items()} if after < before else initial), facts
 
     @contextmanager
-    def rounding_inputs(self, anatomy: Anatomy, turns: dict[str, Tensor]) -> Iterator[None]:
+    def quantized_inputs(self, anatomy: Anatomy, rotations: dict[str, Tensor]) -> Iterator[None]:
         """Rotate, quantize and rotate back the inputs of linear layers inside the context."""
         number_format = self.input_format
         assert number_format is not None
@@ -116,8 +116,8 @@ class SpinQuant(RotatedQuantization):
 
         for part, weight in zip(parts, weights, strict=True):
             part.pre_norm.weight = nn.Parameter(torch.ones_like(weight), requires_grad=False)
-            hooks.append(part.pre_norm.register_forward_hook(_after_norm(turns["stream"], weight.detach(), round_)))
-            rotation = turns[str(part.block)] if part.kind == "heads" else None
+            hooks.append(part.pre_norm.register_forward_hook(_after_norm(rotations["stream"], weight.detach(), round_)))
+            rotation = rotations[str(part.block)] if part.kind == "heads" else None
             before = _before_output(rotation, self.rotates(part), round_)
             hooks.append(part.output.module.register_forward_pre_hook(before))
         try:
@@ -134,38 +134,38 @@ def _mean_loss(network: PreTrainedModel, batches: Sequence[Batch]) -> float:
     return sum(float(batch_loss(network, batch)) for batch in batches) / len(batches)
 
 
-def _after_norm(turn: Tensor, weight: Tensor, round_: Round) -> Any:
+def _after_norm(rotation: Tensor, weight: Tensor, round_: Round) -> Any:
     """Return a hook that rotates, quantizes and rotates back a norm's output before it is multiplied by the weight."""
 
     def after(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return (round_(output.float() @ turn) @ turn.T).to(output.dtype) * weight
+        return (round_(output.float() @ rotation) @ rotation.T).to(output.dtype) * weight
 
     return after
 
 
-def _before_output(turn: Tensor | None, transform: bool, round_: Round) -> Any:
+def _before_output(rotation: Tensor | None, transform: bool, round_: Round) -> Any:
     def before(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x = args[0].float()
-        x = x if turn is None else _by_head(x, turn)
+        x = x if rotation is None else _by_head(x, rotation)
         x = hadamard_transform(round_(hadamard_transform(x)), inverse=True) if transform else round_(x)
-        x = x if turn is None else _by_head(x, turn.T)
+        x = x if rotation is None else _by_head(x, rotation.T)
         return (x.to(args[0].dtype), *args[1:])
 
     return before
 
 
-def _by_head(x: Tensor, turn: Tensor) -> Tensor:  # [..., heads * head_dim]
-    return (x.unflatten(-1, (-1, len(turn))) @ turn).flatten(-2)
+def _by_head(x: Tensor, rotation: Tensor) -> Tensor:  # [..., heads * head_dim]
+    return (x.unflatten(-1, (-1, len(rotation))) @ rotation).flatten(-2)
 
 
-def cayley_step(turn: Tensor, gradient: Tensor, rate: float) -> Tensor:
+def cayley_step(rotation: Tensor, gradient: Tensor, rate: float) -> Tensor:
     """Take one Cayley SGD step from an orthogonal matrix [n, n]."""
     downhill = -gradient.T
-    product = downhill @ turn
-    half = product - 0.5 * (turn.T @ (turn @ product))
+    product = downhill @ rotation
+    half = product - 0.5 * (rotation.T @ (rotation @ product))
     skew = half - half.T
     step = min(rate, 1 / (float(skew.abs().sum(0).max()) + 1e-8))
-    start = turn.T
+    start = rotation.T
     moved = start + step * downhill
     for _ in range(ITERATIONS):
         moved = start + step * (skew @ (start + moved)) / 2
@@ -185,16 +185,16 @@ def rounded(x: Tensor, number_format: Format, clip: float = 1.0) -> Tensor:  # [
     The gradient is one inside the range and zero outside, plus that of the scale.
     """
     grouped = number_format.split_groups(x)
-    grid = number_format.compute_qparams(grouped, clip_ratio=clip, tensor_amax=number_format.tensor_amax(x.detach()))
+    qparams = number_format.compute_qparams(grouped, clip_ratio=clip, tensor_amax=number_format.tensor_amax(x.detach()))
     with torch.no_grad():
-        fixed = QuantParams(**{name: tensor.detach() for name, tensor in grid.tensors().items()})
+        fixed = QuantParams(**{name: tensor.detach() for name, tensor in qparams.tensors().items()})
         values, low, high = (
             number_format.dequantize_groups(number_format.quantize_groups(source, fixed), fixed)
             for source in (grouped, grouped.new_full((1,), -math.inf), grouped.new_full((1,), math.inf))
         )
         error, inside = values - grouped, (grouped >= low) & (grouped <= high)
-    ratio = grid.scale / fixed.scale  # one, with the gradient of the scale
-    if grid.negative is not None and fixed.negative is not None:
-        ratio = torch.where(grouped > 0, ratio, grid.negative / fixed.negative)
+    ratio = qparams.scale / fixed.scale  # one, with the gradient of the scale
+    if qparams.negative is not None and fixed.negative is not None:
+        ratio = torch.where(grouped > 0, ratio, qparams.negative / fixed.negative)
     result = torch.where(inside, grouped + error * ratio, values * ratio)
     return result.flatten(-2)[..., : x.shape[-1]].to(x.dtype)

@@ -14,20 +14,20 @@ from smelt.compression.recipe.recipe import Recipe
 from smelt.measure.memory import total_memory
 from smelt.models.anatomy import Anatomy
 
-SHARE = 8  # activations of a batch take at most 1/8 of the memory
-LARGEST = 64
+MEMORY_DIVISOR = 8  # activations of a batch take at most 1/8 of the memory
+MAX_BATCH_SIZE = 64
 
 
-def with_batch(recipe: Recipe, anatomy: Anatomy, device: torch.device) -> Recipe:
+def resolve_batch_size(recipe: Recipe, anatomy: Anatomy, device: torch.device) -> Recipe:
     """Return the recipe with its calibration batch size resolved."""
     if recipe.data.batch_size is not None:
         return recipe
     gradients = any("gradients" in step.needs for step in recipe.steps)
-    batch = fitting_batch(anatomy, recipe.data.seq_len, gradients=gradients, device=device)
+    batch = fit_batch_size(anatomy, recipe.data.seq_len, gradients=gradients, device=device)
     return replace(recipe, data=replace(recipe.data, batch_size=batch))
 
 
-def fitting_batch(anatomy: Anatomy, length: int, *, gradients: bool, device: torch.device) -> int:
+def fit_batch_size(anatomy: Anatomy, length: int, *, gradients: bool, device: torch.device) -> int:
     """Return the largest power of two whose activations take at most an eighth of the device's memory."""
     hidden_size = anatomy.parts[0].output.out_features
     intermediate = [
@@ -35,5 +35,5 @@ def fitting_batch(anatomy: Anatomy, length: int, *, gradients: bool, device: tor
     ]
     block = 8 * hidden_size + 3 * max(intermediate)
     values = block * (len(anatomy.blocks) if gradients else 1)
-    sequences = total_memory(device) // SHARE // (4 * values * length)
-    return min(LARGEST, 1 << max(0, int(sequences).bit_length() - 1))
+    sequences = total_memory(device) // MEMORY_DIVISOR // (4 * values * length)
+    return min(MAX_BATCH_SIZE, 1 << max(0, int(sequences).bit_length() - 1))

@@ -29,22 +29,22 @@ def calibration_data(recipe: Recipe, model: Model) -> TextData | LabeledData:
     return _usable_data(recipe, model)
 
 
-def check_data(recipe: Recipe, outline: Model) -> None:
+def check_data(recipe: Recipe, skeleton: Model) -> None:
     """Check, on a model without weights, that the data exists and suits the model and its context length."""
     if not needs_data(recipe):
         if recipe.evaluate.source is not None:
-            _read(recipe.evaluate, outline, "evaluation")
+            _read(recipe.evaluate, skeleton, "evaluation")
         return
     calibrated = next((step.name for step in recipe.steps if step.uses_data), None)
-    if outline.task == "images":
+    if skeleton.task == "images":
         raise DataError(
             f"{calibrated or 'this recipe'} needs calibration data, which Smelt can read only for text models; for an "
             "image model use a method that needs no data, such as rtn, hqq or magnitude."
         )
-    data, held_out = split(recipe, _usable_data(recipe, outline))
+    data, held_out = split(recipe, _usable_data(recipe, skeleton))
     if calibrated is not None and not isinstance(data, LabeledData):
-        _check_context(recipe.data, outline)
-    evaluation_data(recipe, held_out, outline)
+        _check_context(recipe.data, skeleton)
+    evaluation_data(recipe, held_out, skeleton)
 
 
 def _usable_data(recipe: Recipe, model: Model) -> TextData | LabeledData:
@@ -52,10 +52,10 @@ def _usable_data(recipe: Recipe, model: Model) -> TextData | LabeledData:
     data = _read(settings, model, "calibration")
     if isinstance(data, MultipleChoiceData):
         raise DataError(f"{settings.source} holds multiple-choice rows, which calibration cannot use; give text.")
-    _check_kind(model, data, settings.source)
+    _check_data_type(model, data, settings.source)
     _check_loss(recipe, model)
     if isinstance(data, LabeledData) and model.task == "classification":
-        return _fitting_labels(model, data)
+        return _labels_for_loss(model, data)
     return data
 
 
@@ -146,7 +146,7 @@ def _check_context(settings: CalibrationSettings, model: Model) -> None:
         raise RecipeError(f"seq_len of the recipe is {settings.seq_len} tokens; this model's context is {longest}.")
 
 
-def _check_kind(model: Model, data: TextData | LabeledData, source: str) -> None:
+def _check_data_type(model: Model, data: TextData | LabeledData, source: str) -> None:
     if model.task == "language" and isinstance(data, LabeledData):
         raise DataError(f"{source} holds labeled rows, but this is a language model: name the text column to use it.")
     if model.task == "classification" and isinstance(data, TextData):
@@ -155,7 +155,7 @@ def _check_kind(model: Model, data: TextData | LabeledData, source: str) -> None
         )
 
 
-def _fitting_labels(model: Model, data: LabeledData) -> LabeledData:
+def _labels_for_loss(model: Model, data: LabeledData) -> LabeledData:
     """Return the data with labels for the model's loss: known classes, or numbers for a model with one output."""
     classes = model.network.config.num_labels
     if classes == 1:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from smelt.compression.base import CalibrationSize
-from smelt.compression.recipe.batch import with_batch
+from smelt.compression.recipe.batch import resolve_batch_size
 from smelt.compression.recipe.inputs import needs_data
-from smelt.compression.recipe.recipe import Recipe, bytes_of
+from smelt.compression.recipe.recipe import Recipe, parse_bytes
 from smelt.errors import ResourceError
 from smelt.files import explain_disk_errors
 from smelt.measure.cost import (
@@ -30,7 +30,7 @@ from smelt.measure.cost import (
 from smelt.measure.memory import available_memory, free_disk, resident_bytes
 from smelt.models.anatomy import Anatomy, anatomy_of
 from smelt.models.load import skeleton
-from smelt.report.numbers import size as written
+from smelt.report.numbers import size as format_size
 
 EFFICIENCY = 0.5  # speed of complete blocks relative to a large matrix product
 BYTES_PER_TOKEN = 24  # of calibration data: token id, mask and label
@@ -71,12 +71,13 @@ class CompressionPlan:
         """Raise ResourceError if the run does not fit in memory or on disk."""
         if self.peak_memory > self.available_memory:
             raise ResourceError(
-                f"this run needs about {written(self.peak_memory)} of memory and {written(self.available_memory)} "
-                "is free; use fewer or shorter samples, a smaller batch, or set memory_limit in the recipe."
+                f"this run needs about {format_size(self.peak_memory)} of memory and "
+                f"{format_size(self.available_memory)} is free; use fewer or shorter samples, a smaller batch, "
+                "or set memory_limit in the recipe."
             )
         if self.disk > self.free_disk:
             raise ResourceError(
-                f"this run needs about {written(self.disk)} of disk and {written(self.free_disk)} is free; "
+                f"this run needs about {format_size(self.disk)} of disk and {format_size(self.free_disk)} is free; "
                 "free some space or write to another disk."
             )
 
@@ -86,8 +87,8 @@ def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> CompressionPl
     network = skeleton(source)
     anatomy = anatomy_of(network)
     recipe.steps[0].check(anatomy)
-    limit = None if recipe.memory_limit is None else bytes_of(recipe.memory_limit)
-    data = with_batch(recipe, anatomy, torch.device("cpu")).data
+    limit = None if recipe.memory_limit is None else parse_bytes(recipe.memory_limit)
+    data = resolve_batch_size(recipe, anatomy, torch.device("cpu")).data
     assert data.batch_size is not None
     size = CalibrationSize(data.samples, data.seq_len, data.batch_size)
     rate = EFFICIENCY * matrix_speed()

@@ -71,7 +71,7 @@ class Recipe:
         if not 0 <= self.seed < 2**32:
             raise RecipeError(f"the seed of a recipe must be an integer from 0 to 2^32 - 1, not {self.seed!r}.")
         if self.memory_limit is not None:
-            bytes_of(self.memory_limit)
+            parse_bytes(self.memory_limit)
             object.__setattr__(self, "memory_limit", str(self.memory_limit))
 
     @classmethod
@@ -125,7 +125,7 @@ def _check_counts(where: str, **counts: int | None) -> None:
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
-def bytes_of(text: Any) -> int:
+def parse_bytes(text: Any) -> int:
     """Parse a size in bytes written as `2 GB`, `512 MiB` or a plain number."""
     words = str(text).strip().lower()
     number = words.rstrip("abcdefghijklmnopqrstuvwxyz ")

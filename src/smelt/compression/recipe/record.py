@@ -44,13 +44,13 @@ class After:
     sentences: list[str]
 
     @property
-    def unvarying(self) -> dict[str, Any]:
+    def reproducible(self) -> dict[str, Any]:
         """Return what is the same in every run with the same seed, and so may go into smelt.json."""
         quality = None if self.quality is None else {**self.quality.to_json(), "comparison": self.comparison}
         return {"size": self.size, **({"quality": quality} if quality else {})}
 
 
-def size_of(model: Model, recipe: Recipe) -> dict[str, float]:
+def measure_size(model: Model, recipe: Recipe) -> dict[str, float]:
     anatomy = model.anatomy
     return {
         "parameters": count_parameters(model.network),
@@ -66,7 +66,7 @@ def after_record(
 ) -> After:  # fmt: skip
     comparison = None
     if quality is not None and before.quality is not None and base is not None:
-        comparison = compared(compare(quality, before.quality, seed=recipe.seed))
+        comparison = comparison_record(compare(quality, before.quality, seed=recipe.seed))
         if isinstance(data, TextData):
             context = quality.settings["context"]
             divergence = logit_divergence(model, base, data, context=context, limit=4 * context)
@@ -79,10 +79,12 @@ def after_record(
             prompt, tokens = length // 2, min(DECODED_TOKENS, length // 4)
             compared_decode = compare_decode(model, base, prompt=prompt, tokens=tokens, warmup=1, seed=recipe.seed)
             timings.append(_timing(compared_decode, "decode step"))
-    return After(size_of(model, recipe), quality, comparison, timings, [model.generate(prompt) for prompt in prompts])
+    return After(
+        measure_size(model, recipe), quality, comparison, timings, [model.generate(prompt) for prompt in prompts]
+    )
 
 
-def compared(comparison: PairedComparison) -> dict[str, Any]:
+def comparison_record(comparison: PairedComparison) -> dict[str, Any]:
     """Return a paired comparison as plain data, with the keys of the report."""
     low, high = comparison.interval
     ratio_low, ratio_high = comparison.ratio_interval or (None, None)
@@ -139,7 +141,7 @@ def run_record(
     }
     record["size"]["macs"]["tokens"] = TIMED_TOKENS
     if any(part.units != part.original_units for part in model.anatomy.parts):
-        record["kept"] = kept(model)
+        record["kept"] = kept_units(model)
     layers = {path: layer for step in steps for path, layer in step.get("layers", {}).items()}
     if layers:
         record["precision"] = precision(model, layers)
@@ -186,17 +188,17 @@ def precision(model: Model, layers: dict[str, dict[str, Any]]) -> list[dict[str,
     return rows
 
 
-def _precision(held: list[QuantizedLinear], layers: list[dict[str, Any]]) -> dict[str, Any]:
+def _precision(quantized: list[QuantizedLinear], layers: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the mean bits and error of one layer, or of the same layer of several experts."""
-    formats = dict.fromkeys(format_name(layer.scheme.weight) for layer in held)
+    formats = dict.fromkeys(format_name(layer.scheme.weight) for layer in quantized)
     return {
-        "bits": round(sum(layer.bits_per_weight for layer in held) / len(held), 2),
+        "bits": round(sum(layer.bits_per_weight for layer in quantized) / len(quantized), 2),
         "format": ", ".join(formats),
         "error": sum(layer["relative_error"] for layer in layers) / len(layers),
     }
 
 
-def kept(model: Model) -> list[dict[str, Any]]:
+def kept_units(model: Model) -> list[dict[str, Any]]:
     """Return the units kept in each block, for the heat map."""
     rows = []
     for block in model.anatomy.blocks:

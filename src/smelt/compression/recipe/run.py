@@ -21,7 +21,7 @@ import torch
 
 from smelt.compression.base import Method, MethodContext
 from smelt.compression.checkpoint import Checkpoint
-from smelt.compression.recipe.batch import with_batch
+from smelt.compression.recipe.batch import resolve_batch_size
 from smelt.compression.recipe.inputs import (
     calibration_batches,
     calibration_data,
@@ -32,8 +32,8 @@ from smelt.compression.recipe.inputs import (
     split,
 )
 from smelt.compression.recipe.plan import plan
-from smelt.compression.recipe.recipe import Recipe, bytes_of
-from smelt.compression.recipe.record import Before, after_record, run_record, size_of
+from smelt.compression.recipe.recipe import Recipe, parse_bytes
+from smelt.compression.recipe.record import Before, after_record, measure_size, run_record
 from smelt.data import Batch
 from smelt.errors import BudgetError, ConfigError, DataError, RecipeError, SmeltError
 from smelt.files import atomic_folder, check_writable
@@ -101,7 +101,7 @@ class _Run:
         self, source: str, recipe: Recipe, folder: Path, device: str, offload: bool, progress: Progress, say: Say
     ) -> None:
         self.source, self.recipe, self.folder, self.device = source, recipe, folder, device
-        self.home = "cpu" if offload else device  # where the weights are
+        self.weights_device = "cpu" if offload else device  # where the weights are
         resident = [step.name for step in recipe.steps if not step.offloads]
         if offload and resident:
             raise RecipeError(f"{resident[0]} needs the whole model on one device; remove --offload.")
@@ -146,8 +146,8 @@ class _Run:
             self.checkpoint.save_facts("run", {**self._identity(), "calibration": calibration})
         elif unfinished["calibration"] != calibration:
             raise SmeltError(f"the data has changed since the unfinished run in {self.work}; remove it and start over.")
-        for left_behind in (*self.work.glob("activations-*"), *self.work.glob(".*.tmp")):
-            shutil.rmtree(left_behind, ignore_errors=True)
+        for leftover in (*self.work.glob("activations-*"), *self.work.glob(".*.tmp")):
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def _identity(self) -> dict[str, Any]:
         """Return what must be unchanged to resume a run, as JSON returns it."""
@@ -163,13 +163,13 @@ class _Run:
 
     def inputs(self) -> tuple[Model, list[Batch], Data | None]:
         self.say(f"loading {self.source}")
-        model = load(self.source, device=self.home)
+        model = load(self.source, device=self.weights_device)
         if not needs_data(self.recipe):
             return model, [], evaluation_data(self.recipe, None, model) if model.tokenizer else None
         data, held_out = split(self.recipe, calibration_data(self.recipe, model))
         batches: list[Batch] = []
         if any(step.uses_data for step in self.recipe.steps):
-            settings = with_batch(self.recipe, model.anatomy, torch.device(self.device)).data
+            settings = resolve_batch_size(self.recipe, model.anatomy, torch.device(self.device)).data
             batches = calibration_batches(settings, data, model, self.recipe.seed)
         return model, batches, evaluation_data(self.recipe, held_out, model)
 
@@ -179,7 +179,7 @@ class _Run:
         if evaluation is not None:
             self.say(f"measuring the source model on {evaluation.name}")
             quality = self._checkpointed_quality("before", model, evaluation)
-        return Before(size_of(model, self.recipe), quality, sentences)
+        return Before(measure_size(model, self.recipe), quality, sentences)
 
     def steps(self, model: Model, batches: list[Batch]) -> list[dict[str, Any]]:
         """Apply the steps, skipping those that an interrupted run finished."""
@@ -188,7 +188,7 @@ class _Run:
             name = f"step-{position}"
             done = self.checkpoint.load_facts(name)
             if done is not None:
-                model = load_artifact(self.work / name, device=self.home)
+                model = load_artifact(self.work / name, device=self.weights_device)
                 model.source = self.source
             else:
                 self.say(f"step {position + 1} of {len(self.recipe.steps)}: {step.name}")
@@ -203,9 +203,9 @@ class _Run:
             seed=self.recipe.seed,
             progress=self.progress,
             checkpoint=self.checkpoint.inside(f"{name}-work"),
-            memory_limit=None if self.recipe.memory_limit is None else bytes_of(self.recipe.memory_limit),
+            memory_limit=None if self.recipe.memory_limit is None else parse_bytes(self.recipe.memory_limit),
             folder=self.work,
-            device=torch.device(self.device) if self.home != self.device else None,
+            device=torch.device(self.device) if self.weights_device != self.device else None,
         )
         torch.manual_seed(self.recipe.seed)
         untouched = _states(model)
@@ -239,7 +239,7 @@ class _Run:
         if evaluation is not None:
             self.say(f"measuring the result on {evaluation.name}")
             quality = self._checkpointed_quality("after", self.model, evaluation)
-        base = load(self.source, device=self.home) if speed or quality is not None else None
+        base = load(self.source, device=self.weights_device) if speed or quality is not None else None
         if speed:
             self.say("timing both models, alternating")
         after = after_record(self.model, base, before, quality, evaluation, self.recipe, speed, prompts)
@@ -247,7 +247,7 @@ class _Run:
         self.say("saving, and reloading in a clean process")
         del base
         with atomic_folder(self.folder, inside=self.work) as temporary:
-            save_artifact(self.model, temporary, {"recipe": self.recipe.to_json(), **after.unvarying})
+            save_artifact(self.model, temporary, {"recipe": self.recipe.to_json(), **after.reproducible})
             verify(self.model, temporary)
             (temporary / "measurements.json").write_text(json.dumps(self.record, indent=1) + "\n")
             write_report(self.record, temporary / "report.html")

@@ -17,7 +17,7 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
 # Decoding in chunks keeps the temporary arrays small and in cache.
-_WEIGHTS_AT_ONCE = 2**20
+_WEIGHTS_PER_CHUNK = 2**20
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def dequantize(data: Bytes, block_format: BlockFormat, shape: tuple[int, ...]) -
     """Dequantize `data` to a float32 tensor of this shape; the size must match exactly."""
     blocks = data.reshape(-1, block_format.bytes)
     weights = np.empty((len(blocks), block_format.weights), dtype=np.float32)
-    step = max(1, _WEIGHTS_AT_ONCE // block_format.weights)
+    step = max(1, _WEIGHTS_PER_CHUNK // block_format.weights)
     for start in range(0, len(blocks), step):
         weights[start : start + step] = block_format.decode(np.ascontiguousarray(blocks[start : start + step]))
     return weights.reshape(shape)

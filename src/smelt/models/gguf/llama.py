@@ -41,7 +41,7 @@ BLOCK_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
-ROTARY_FACTORS = "rope_freqs.weight"
+ROPE_FACTORS = "rope_freqs.weight"
 
 # Llama 3.x files contain only the factors; these published constants are the same for all of them.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -50,23 +50,23 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 def gguf_config(file: GgufFile) -> PreTrainedConfig:
     """Build the transformers config from the file's metadata and tensors."""
     architecture = _architecture(file)
-    heads = _whole(file, f"{architecture}.attention.head_count")
-    width = _whole(file, f"{architecture}.embedding_length")
-    head_dim = _whole(file, f"{architecture}.attention.key_length", default=width // heads)
+    heads = _positive_int(file, f"{architecture}.attention.head_count")
+    width = _positive_int(file, f"{architecture}.embedding_length")
+    head_dim = _positive_int(file, f"{architecture}.attention.key_length", default=width // heads)
     values = {
         "model_type": architecture,
         "architectures": [_CLASS_OF_ARCHITECTURE[architecture]],
         "hidden_size": width,
-        "intermediate_size": _whole(file, f"{architecture}.feed_forward_length"),
-        "num_hidden_layers": _whole(file, f"{architecture}.block_count"),
+        "intermediate_size": _positive_int(file, f"{architecture}.feed_forward_length"),
+        "num_hidden_layers": _positive_int(file, f"{architecture}.block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": _whole(file, f"{architecture}.attention.head_count_kv", default=heads),
+        "num_key_value_heads": _positive_int(file, f"{architecture}.attention.head_count_kv", default=heads),
         "head_dim": head_dim,
-        "max_position_embeddings": _whole(file, f"{architecture}.context_length"),
-        "rms_norm_eps": _real(file, f"{architecture}.attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": _positive_int(file, f"{architecture}.context_length"),
+        "rms_norm_eps": _positive_float(file, f"{architecture}.attention.layer_norm_rms_epsilon"),
         "vocab_size": _vocabulary_size(file),
         "tie_word_embeddings": "output.weight" not in file.entries,
-        "rope_parameters": _rotary_parameters(file, architecture, head_dim),
+        "rope_parameters": _rope_parameters(file, architecture, head_dim),
         **_special_tokens(file),
     }
     return config_from(values, str(file.path))
@@ -77,21 +77,23 @@ def gguf_shapes(file: GgufFile) -> dict[str, tuple[int, ...]]:
     return {name: file.entries[source].shape for source, name in gguf_names(file)}
 
 
-def gguf_tensors(file: GgufFile, config: PreTrainedConfig, leave_out: Container[str] = ()) -> dict[str, Tensor]:
+def gguf_tensors(file: GgufFile, config: PreTrainedConfig, exclude: Container[str] = ()) -> dict[str, Tensor]:
     """Return the tensors, dequantized to float32, by their transformers names."""
     return {
-        name: torch.from_numpy(in_order(file.tensor(source), name, file, config))
+        name: torch.from_numpy(to_transformers_order(file.tensor(source), name, file, config))
         for source, name in gguf_names(file)
-        if name not in leave_out
+        if name not in exclude
     }
 
 
-def in_order(rows: NDArray[Number], name: str, file: GgufFile, config: PreTrainedConfig) -> NDArray[Number]:
+def to_transformers_order(
+    rows: NDArray[Number], name: str, file: GgufFile, config: PreTrainedConfig
+) -> NDArray[Number]:
     """Reorder the rows of a tensor (or per-row data) from GGUF's order to transformers'."""
     if _architecture(file) == "llama" and ".q_proj." in name:
-        rows = _rotary_halves(rows, config.num_attention_heads)
+        rows = _deinterleave_rope(rows, config.num_attention_heads)
     if _architecture(file) == "llama" and ".k_proj." in name:
-        rows = _rotary_halves(rows, config.num_key_value_heads)
+        rows = _deinterleave_rope(rows, config.num_key_value_heads)
     return np.ascontiguousarray(rows)
 
 
@@ -103,11 +105,11 @@ def gguf_names(file: GgufFile) -> Iterator[tuple[str, str]]:
             yield source, OUTER_NAMES[source]
         elif match and match[2] in BLOCK_NAMES:
             yield source, f"model.layers.{int(match[1])}.{BLOCK_NAMES[match[2]]}.{match[3]}"
-        elif source != ROTARY_FACTORS:
+        elif source != ROPE_FACTORS:
             raise ModelError(f"{file.path} holds the tensor {source!r:.80}, which Smelt does not support.")
 
 
-def _rotary_halves(weights: NDArray[Number], heads: int) -> NDArray[Number]:
+def _deinterleave_rope(weights: NDArray[Number], heads: int) -> NDArray[Number]:
     """Reorder the rows of q or k from interleaved RoPE pairs to two halves per head."""
     if len(weights) % (2 * heads):
         return weights  # wrong shape: the comparison with the config reports it
@@ -137,20 +139,20 @@ def _special_tokens(file: GgufFile) -> dict[str, int]:
     return {field: number for field, number in ids.items() if type(number) is int and 0 <= number < size}
 
 
-def _rotary_parameters(file: GgufFile, architecture: str, head_dim: int) -> dict[str, Any]:
-    if _whole(file, f"{architecture}.rope.dimension_count", default=head_dim) != head_dim:
+def _rope_parameters(file: GgufFile, architecture: str, head_dim: int) -> dict[str, Any]:
+    if _positive_int(file, f"{architecture}.rope.dimension_count", default=head_dim) != head_dim:
         raise ModelError(f"{file.path} applies RoPE to only a part of each head, which Smelt does not read from GGUF.")
-    theta = _real(file, f"{architecture}.rope.freq_base", default=10000.0)
+    theta = _positive_float(file, f"{architecture}.rope.freq_base", default=10000.0)
     scaling = file.metadata.get(f"{architecture}.rope.scaling.type", "none")
-    if ROTARY_FACTORS in file.entries:
+    if ROPE_FACTORS in file.entries:
         return {"rope_theta": theta, **_llama3_scaling(file, theta, head_dim)}
     if scaling == "none":
         return {"rope_theta": theta, "rope_type": "default"}
-    factor = _real(file, f"{architecture}.rope.scaling.factor")
+    factor = _positive_float(file, f"{architecture}.rope.scaling.factor")
     if scaling == "linear":
         return {"rope_theta": theta, "rope_type": "linear", "factor": factor}
     if scaling == "yarn":
-        original = _whole(file, f"{architecture}.rope.scaling.original_context_length")
+        original = _positive_int(file, f"{architecture}.rope.scaling.original_context_length")
         return {
             "rope_theta": theta,
             "rope_type": "yarn",
@@ -162,7 +164,7 @@ def _rotary_parameters(file: GgufFile, architecture: str, head_dim: int) -> dict
 
 def _llama3_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
     """Infer Llama 3's RoPE scaling from the factors in the file; raise unless it reproduces them."""
-    factors = file.tensor(ROTARY_FACTORS).ravel()
+    factors = file.tensor(ROPE_FACTORS).ravel()
     factor = float(factors.max())
     expected = llama3_factors(factor, theta, head_dim) if factor > 0 else None
     if expected is None or factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
@@ -179,14 +181,14 @@ def llama3_factors(factor: float, theta: float, head_dim: int) -> Floats:
     return factors
 
 
-def _whole(file: GgufFile, key: str, default: int | None = None) -> int:
+def _positive_int(file: GgufFile, key: str, default: int | None = None) -> int:
     value = file.metadata.get(key, default)
     if type(value) is not int or value < 1:
         raise ModelError(f"{file.path} has {key} = {value!r:.40}; a positive whole number is expected.")
     return value
 
 
-def _real(file: GgufFile, key: str, default: float | None = None) -> float:
+def _positive_float(file: GgufFile, key: str, default: float | None = None) -> float:
     value = file.metadata.get(key, default)
     # The file stores a float32; its shortest decimal is the original value (1e-05, not 9.999999747378752e-06).
     number = float(str(np.float32(value))) if isinstance(value, float) else math.nan

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from smelt.models.gguf.blocks import Levels
-from smelt.models.gguf.llama import gguf_names, in_order
+from smelt.models.gguf.llama import gguf_names, to_transformers_order
 from smelt.models.gguf.reader import GgufFile
 from smelt.numerics.format import QuantizedTensor, QuantParams
 from smelt.numerics.integer import Integer
@@ -39,14 +39,14 @@ def _quantized(file: GgufFile, source: str, name: str, config: PreTrainedConfig)
     levels = entry.format.read(file.bytes(source).reshape(-1, entry.format.bytes))
     assert isinstance(levels, Levels)
     rows = entry.shape[0]
-    codes = in_order(levels.codes.reshape(rows, -1), name, file, config)
-    scale = in_order(levels.scale.reshape(rows, -1, 1), name, file, config)
+    codes = to_transformers_order(levels.codes.reshape(rows, -1), name, file, config)
+    scale = to_transformers_order(levels.scale.reshape(rows, -1, 1), name, file, config)
     scale_dtype = "float16" if entry.format.weights == _PLAIN_BLOCK else "float32"
     size, width = levels.codes.shape[-1], entry.format.bits
     if levels.minimum is None:
         number_format = Integer(size, scale_dtype, width)  # type: ignore[arg-type]
         return QuantizedTensor(number_format, torch.from_numpy(codes), QuantParams(torch.from_numpy(scale)))
-    minimum = in_order(levels.minimum.reshape(rows, -1, 1), name, file, config)
+    minimum = to_transformers_order(levels.minimum.reshape(rows, -1, 1), name, file, config)
     constant = scale == 0  # all weights of the group equal its minimum
     scale = np.where(constant, np.float32(1), scale)
     codes = np.where(np.repeat(constant[..., 0], size, axis=1), np.uint8(0), codes)

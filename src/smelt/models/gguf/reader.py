@@ -20,10 +20,10 @@ from smelt.models.gguf.blocks import FORMATS, BlockFormat, Bytes, Floats, dequan
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_TENSORS = 2**16
-_MAX_METADATA_PAIRS = 2**12
-_MAX_ARRAY_STRINGS = 2**20  # per array; the largest vocabularies and merge lists have half as many
+_MAX_METADATA_KEYS = 2**12
+_MAX_STRINGS = 2**20  # per array; the largest vocabularies and merge lists have half as many
 _MAX_DIMENSIONS = 4
-_LARGEST_ALIGNMENT = 2**16
+_MAX_ALIGNMENT = 2**16
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING = 8
@@ -61,7 +61,7 @@ class GgufFile:
         return self.data[entry.begin : entry.end]
 
 
-class _Damage(Exception):
+class _DamagedFileError(Exception):
     """The file is damaged; `read_gguf` adds its name."""
 
 
@@ -74,7 +74,7 @@ class _Cursor:
 
     def take(self, count: int) -> Bytes:
         if count > len(self.data) - self.position:
-            raise _Damage("it is cut off, or a length in it is wrong")
+            raise _DamagedFileError("it is cut off, or a length in it is wrong")
         self.position += count
         return self.data[self.position - count : self.position]
 
@@ -86,12 +86,12 @@ class _Cursor:
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError:
-            raise _Damage("a string in it is not UTF-8") from None
+            raise _DamagedFileError("a string in it is not UTF-8") from None
 
-    def count(self, most: int, what: str) -> int:
+    def count(self, limit: int, what: str) -> int:
         value = int(self.number("<Q"))
-        if value > most:
-            raise _Damage(f"it claims {value} {what}; at most {most} are accepted")
+        if value > limit:
+            raise _DamagedFileError(f"it claims {value} {what}; at most {limit} are accepted")
         return value
 
 
@@ -103,19 +103,19 @@ def read_gguf(path: Path) -> GgufFile:
         raise ModelError(f"{path} cannot be read ({error}).") from error
     try:
         metadata, entries = _read_header(_Cursor(data))
-    except _Damage as damage:
-        raise ModelError(f"{path} is not a usable GGUF file: {damage}.") from None
+    except _DamagedFileError as error:
+        raise ModelError(f"{path} is not a usable GGUF file: {error}.") from None
     return GgufFile(path, metadata, entries, data)
 
 
 def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
     if cursor.take(4).tobytes() != _MAGIC:
-        raise _Damage("it does not begin with GGUF")
+        raise _DamagedFileError("it does not begin with GGUF")
     version = cursor.number("<I")
     if version not in _VERSIONS:
-        raise _Damage(f"its version is {version}; versions 2 and 3 are supported")
+        raise _DamagedFileError(f"its version is {version}; versions 2 and 3 are supported")
     tensor_count = cursor.count(_MAX_TENSORS, "tensors")
-    metadata = _read_metadata(cursor, cursor.count(_MAX_METADATA_PAIRS, "metadata pairs"))
+    metadata = _read_metadata(cursor, cursor.count(_MAX_METADATA_KEYS, "metadata pairs"))
     entries = _read_entries(cursor, tensor_count, _alignment(metadata))
     return metadata, entries
 
@@ -125,7 +125,7 @@ def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
     for _ in range(count):
         key = cursor.text()
         if key in metadata:
-            raise _Damage(f"the metadata key {key!r:.80} appears twice")
+            raise _DamagedFileError(f"the metadata key {key!r:.80} appears twice")
         metadata[key] = _read_value(cursor, cursor.number("<I"))
     return metadata
 
@@ -136,7 +136,7 @@ def _read_value(cursor: _Cursor, kind: int) -> Any:
     if kind == _ARRAY:
         return _read_array(cursor)
     if kind not in _SCALARS:
-        raise _Damage(f"a metadata value has the unknown type {kind}")
+        raise _DamagedFileError(f"a metadata value has the unknown type {kind}")
     return cursor.number(_SCALARS[kind])
 
 
@@ -144,9 +144,9 @@ def _read_array(cursor: _Cursor) -> Any:
     """Read a list of strings or a NumPy view of numbers. Nested arrays are not supported."""
     element_type = cursor.number("<I")
     if element_type == _STRING:
-        return [cursor.text() for _ in range(cursor.count(_MAX_ARRAY_STRINGS, "strings in an array"))]
+        return [cursor.text() for _ in range(cursor.count(_MAX_STRINGS, "strings in an array"))]
     if element_type not in _SCALARS:
-        raise _Damage(f"an array in its metadata has elements of the unsupported type {element_type}")
+        raise _DamagedFileError(f"an array in its metadata has elements of the unsupported type {element_type}")
     layout = np.dtype(_SCALARS[element_type])
     length = int(cursor.number("<Q"))
     return cursor.take(length * layout.itemsize).view(layout)
@@ -154,8 +154,10 @@ def _read_array(cursor: _Cursor) -> Any:
 
 def _alignment(metadata: dict[str, Any]) -> int:
     alignment = metadata.get("general.alignment", 32)
-    if type(alignment) is not int or not 8 <= alignment <= _LARGEST_ALIGNMENT or alignment % 8:
-        raise _Damage(f"its alignment is {alignment!r:.40}; a multiple of 8 up to {_LARGEST_ALIGNMENT} is expected")
+    if type(alignment) is not int or not 8 <= alignment <= _MAX_ALIGNMENT or alignment % 8:
+        raise _DamagedFileError(
+            f"its alignment is {alignment!r:.40}; a multiple of 8 up to {_MAX_ALIGNMENT} is expected"
+        )
     return alignment
 
 
@@ -167,9 +169,9 @@ def _read_entries(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tens
         begin = data_start + offset
         end = begin + math.prod(shape) // block_format.weights * block_format.bytes
         if name in entries:
-            raise _Damage(f"the tensor {name!r:.80} appears twice")
+            raise _DamagedFileError(f"the tensor {name!r:.80} appears twice")
         if offset % alignment or end > len(cursor.data):
-            raise _Damage(f"the tensor {name!r:.80} is outside of the file or violates the alignment")
+            raise _DamagedFileError(f"the tensor {name!r:.80} is outside of the file or violates the alignment")
         entries[name] = TensorEntry(name, shape, block_format, begin, end)
     _check_overlap(entries)
     return entries
@@ -179,14 +181,14 @@ def _read_line(cursor: _Cursor) -> tuple[str, tuple[int, ...], BlockFormat, int]
     name = cursor.text()
     rank = cursor.number("<I")
     if not 1 <= rank <= _MAX_DIMENSIONS:
-        raise _Damage(f"the tensor {name!r:.80} has {rank} dimensions; 1 to {_MAX_DIMENSIONS} are expected")
+        raise _DamagedFileError(f"the tensor {name!r:.80} has {rank} dimensions; 1 to {_MAX_DIMENSIONS} are expected")
     shape = tuple(int(cursor.number("<Q")) for _ in range(rank))[::-1]
     tensor_type, offset = cursor.number("<I"), int(cursor.number("<Q"))
     if tensor_type not in FORMATS:
         known = ", ".join(block_format.name for block_format in FORMATS.values())
-        raise _Damage(f"the tensor {name!r:.80} has the type {tensor_type}; Smelt reads {known}")
+        raise _DamagedFileError(f"the tensor {name!r:.80} has the type {tensor_type}; Smelt reads {known}")
     if 0 in shape or math.prod(shape) >= 2**63 or shape[-1] % FORMATS[tensor_type].weights:
-        raise _Damage(f"the tensor {name!r:.80} has the impossible shape {list(shape)} for its type")
+        raise _DamagedFileError(f"the tensor {name!r:.80} has the impossible shape {list(shape)} for its type")
     return name, shape, FORMATS[tensor_type], offset
 
 
@@ -195,5 +197,5 @@ def _check_overlap(entries: dict[str, TensorEntry]) -> None:
     position = 0
     for entry in sorted(entries.values(), key=lambda entry: entry.begin):
         if entry.begin < position:
-            raise _Damage(f"the tensor {entry.name!r:.80} overlaps another")
+            raise _DamagedFileError(f"the tensor {entry.name!r:.80} overlaps another")
         position = entry.end

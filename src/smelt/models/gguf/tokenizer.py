@@ -15,7 +15,7 @@ from smelt.models.gguf.reader import GgufFile
 from smelt.models.json_file import one_line
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
-_LONGEST_PIECE = 256  # characters; SentencePiece tokens have a few dozen at most
+_MAX_TOKEN_LENGTH = 256  # characters; SentencePiece tokens have a few dozen at most
 
 # The pre-tokenization patterns of Llama 3 and Qwen 2, which differ only in the number of digits per token.
 _WORDS = (
@@ -29,11 +29,11 @@ class _Vocabulary:
     """The tokens, token types and metadata of a tokenizer."""
 
     tokens: list[str]
-    kinds: list[int]
+    token_types: list[int]
     metadata: dict[str, Any]
 
-    def of_kind(self, *kinds: int) -> list[str]:
-        return [token for token, token_type in zip(self.tokens, self.kinds, strict=True) if token_type in kinds]
+    def of_type(self, *types: int) -> list[str]:
+        return [token for token, token_type in zip(self.tokens, self.token_types, strict=True) if token_type in types]
 
     def special(self, name: str) -> str | None:
         """Return the token that the metadata gives for a role: bos, eos, unknown, padding."""
@@ -52,7 +52,7 @@ def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase | None:
     try:
         tokenizer = _byte_level(vocabulary) if model == "gpt2" else _sentence_piece(vocabulary)
         _add_special_tokens(tokenizer, vocabulary)
-        return _wrapped(tokenizer, vocabulary)
+        return _to_transformers(tokenizer, vocabulary)
     except ModelError as error:
         raise ModelError(f"{file.path} {error}") from None
     except Exception as error:  # the tokenizers library raises plain Exception
@@ -63,8 +63,8 @@ def _read_vocabulary(file: GgufFile) -> _Vocabulary:
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
         raise ModelError(f"{file.path} has a tokenizer without tokens.")
-    kinds = _numbers(file, "tokenizer.ggml.token_type", len(tokens), default=NORMAL)
-    return _Vocabulary(tokens, [int(token_type) for token_type in kinds], file.metadata)
+    token_types = _numbers(file, "tokenizer.ggml.token_type", len(tokens), default=NORMAL)
+    return _Vocabulary(tokens, [int(token_type) for token_type in token_types], file.metadata)
 
 
 def _numbers(file: GgufFile, key: str, length: int, default: float) -> Any:
@@ -84,7 +84,7 @@ def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
     tokenizer = Tokenizer(
         models.BPE(
             vocab={token: number for number, token in enumerate(vocabulary.tokens)},
-            merges=[_halves(merge) for merge in merges],
+            merges=[_split_merge(merge) for merge in merges],
             ignore_merges=name == "llama-bpe",
         )
     )
@@ -95,7 +95,7 @@ def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
     return tokenizer
 
 
-def _halves(merge: str) -> tuple[str, str]:
+def _split_merge(merge: str) -> tuple[str, str]:
     left, _, right = merge.partition(" ")
     return left, right
 
@@ -121,7 +121,7 @@ def _sentence_piece(vocabulary: _Vocabulary) -> Tokenizer:
         models.BPE(
             vocab={token: number for number, token in enumerate(vocabulary.tokens)},
             merges=list(_merges_from_scores(vocabulary)),
-            unk_token=vocabulary.special("unknown") or next(iter(vocabulary.of_kind(UNKNOWN)), None),
+            unk_token=vocabulary.special("unknown") or next(iter(vocabulary.of_type(UNKNOWN)), None),
             fuse_unk=True,
             byte_fallback=True,
         )
@@ -147,24 +147,24 @@ def _merges_from_scores(vocabulary: _Vocabulary) -> Iterator[tuple[str, str]]:
     if not isinstance(scores, np.ndarray) or len(scores) != len(vocabulary.tokens):
         raise ModelError("has a tokenizer without one score per token.")
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
-    normal = [index for index, token_type in enumerate(vocabulary.kinds) if token_type == NORMAL]
+    normal = [index for index, token_type in enumerate(vocabulary.token_types) if token_type == NORMAL]
     for index in sorted(normal, key=lambda index: -scores[index]):
-        piece = vocabulary.tokens[index]
-        if len(piece) > _LONGEST_PIECE:
-            raise ModelError(f"has a token of {len(piece)} characters; at most {_LONGEST_PIECE} are accepted.")
-        cuts = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
-        known = [pair for pair in cuts if pair[0] in ids and pair[1] in ids]
+        token = vocabulary.tokens[index]
+        if len(token) > _MAX_TOKEN_LENGTH:
+            raise ModelError(f"has a token of {len(token)} characters; at most {_MAX_TOKEN_LENGTH} are accepted.")
+        splits = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        known = [pair for pair in splits if pair[0] in ids and pair[1] in ids]
         yield from sorted(known, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
 
 
 def _add_special_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
     """Add control tokens, matched before any splitting, and the bos/eos tokens if the file enables them."""
-    controls = vocabulary.of_kind(CONTROL, UNKNOWN)
+    controls = vocabulary.of_type(CONTROL, UNKNOWN)
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in controls])
-    user_defined = vocabulary.of_kind(USER_DEFINED)
+    user_defined = vocabulary.of_type(USER_DEFINED)
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in user_defined])
-    start = [token for token in [vocabulary.special("bos")] if token and _adds(vocabulary, "bos")]
-    end = [token for token in [vocabulary.special("eos")] if token and _adds(vocabulary, "eos")]
+    start = [token for token in [vocabulary.special("bos")] if token and _is_added(vocabulary, "bos")]
+    end = [token for token in [vocabulary.special("eos")] if token and _is_added(vocabulary, "eos")]
     if start or end:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[*start, "$A", *end],
@@ -173,14 +173,14 @@ def _add_special_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
         )
 
 
-def _adds(vocabulary: _Vocabulary, name: str) -> bool:
+def _is_added(vocabulary: _Vocabulary, name: str) -> bool:
     """Return whether a token is added to every text. Older files do not say; then the model family decides."""
     family = vocabulary.metadata.get("tokenizer.ggml.model"), vocabulary.metadata.get("tokenizer.ggml.pre")
     usual = name == "bos" and (family[0] == "llama" or family[1] == "llama-bpe")
     return bool(vocabulary.metadata.get(f"tokenizer.ggml.add_{name}_token", usual))
 
 
-def _wrapped(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> PreTrainedTokenizerBase:
+def _to_transformers(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> PreTrainedTokenizerBase:
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     roles = {role: vocabulary.special(name) for role, name in names.items()}
     template = vocabulary.metadata.get("tokenizer.chat_template")

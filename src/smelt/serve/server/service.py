@@ -81,7 +81,7 @@ class Service:
         loading = asyncio.create_task(supervisor.start())
         try:
             await asyncio.sleep(0)  # starts the process
-            tokenizer_of = await asyncio.to_thread(_import_tokenizer_loader)
+            load_tokenizer_only = await asyncio.to_thread(_import_tokenizer_loader)
             await loading
         except OtherModelError as error:
             await self._start_encoder(error.folder, error.task)
@@ -93,7 +93,7 @@ class Service:
         self.supervisor, engine = supervisor, supervisor.engine
         assert engine is not None
         self.max_model_len, self.vocab_size = engine.max_model_len, engine.vocab_size
-        tokenizer = await asyncio.to_thread(tokenizer_of, Path(engine.folder))
+        tokenizer = await asyncio.to_thread(load_tokenizer_only, Path(engine.folder))
         if tokenizer is None:
             raise ModelError(f"{self.settings.model} has no tokenizer, which serving needs.")
         self._set_up(tokenizer, engine.max_request_tokens - 1)
@@ -180,6 +180,6 @@ class Service:
 
 def _import_tokenizer_loader() -> Callable[[Path], Any]:
     """Import the tokenizer loader in a thread, since it is slow."""
-    from smelt.models.tokenizer import tokenizer_of
+    from smelt.models.tokenizer import load_tokenizer_only
 
-    return tokenizer_of
+    return load_tokenizer_only

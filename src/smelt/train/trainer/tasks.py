@@ -22,7 +22,7 @@ from smelt.models.config import config_from, quiet_transformers
 from smelt.models.json_file import one_line
 from smelt.models.load import load, resolve
 from smelt.models.quantized import QuantizedLinear
-from smelt.models.tokenizer import tokenizer_of
+from smelt.models.tokenizer import load_tokenizer_only
 from smelt.train.trainer.config import TrainConfig
 from smelt.train.trainer.dataloader import (
     MapDataset,
@@ -67,7 +67,7 @@ def _language_task(config: TrainConfig) -> TrainingTask:
         sizes = {} if tokenizer is None else {"vocab_size": len(tokenizer)}
         network = _new_model({**sizes, **config.model}, AutoModelForCausalLM, config.seed)
     if config.tokenizer is not None:
-        tokenizer = tokenizer_of(resolve(config.tokenizer))
+        tokenizer = load_tokenizer_only(resolve(config.tokenizer))
     if tokenizer is None:
         raise ModelError(f"{config.tokenizer or config.model} has no tokenizer; name a model that has one.")
     max_len = getattr(network.config, "max_position_embeddings", None) or config.data.seq_len
