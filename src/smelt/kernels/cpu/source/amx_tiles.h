@@ -178,7 +178,7 @@ inline void store_tile(
     }
     transpose(rows);
     const int64_t rows_left = plan.rows - row, valid = tokens - block * TILE < TILE ? tokens - block * TILE : TILE;
-    const __mmask16 row_mask = __mmask16(rows_left >= TILE ? 0xffff : (1u << rows_left) - 1);
+    const __mmask16 row_mask = first_lanes(rows_left);
     alignas(64) float bias[TILE] = {};
     for (int r = 0; plan.bias && r < TILE && r < rows_left; ++r)
         bias[r] = load_float(plan.bias, plan.bias_type, row + r);

@@ -3,7 +3,7 @@
 // the same for any number of threads. Codes are multiplied before scales: inputs beyond 1e36 overflow.
 #pragma once
 
-#include "lanes.h"
+#include "simd.h"
 
 #ifdef SMELT_LANES
 constexpr int MAX_TOKENS = 4, BLOCK = 16;  // tokens at once; rows written at once
@@ -65,28 +65,16 @@ inline __m128 sum_lanes(__m512 a, __m512 b, __m512 c, __m512 d) {
 inline __m512 zero_point_term(const LinearPlan& plan, const float* shift, const float* sums) {
     __m512 total = _mm512_setzero_ps();
     for (int64_t g = 0; g < plan.groups; g += 16) {
-        const __mmask16 valid = __mmask16(plan.groups - g >= 16 ? 0xffff : (1u << (plan.groups - g)) - 1);
+        const __mmask16 valid = first_lanes(plan.groups - g);
         total = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(valid, shift + g), _mm512_load_ps(sums + g), total);
     }
     return total;
 }
 
-// Store 16 values, or the first `count`, in the dtype of x.
-inline void store_values(const LinearPlan& plan, void* out, int64_t offset, int64_t count, __m512 values) {
-    const __mmask16 valid = __mmask16(count >= 16 ? 0xffff : (1u << count) - 1);
-    if (plan.x_type == FLOAT32) return _mm512_mask_storeu_ps(static_cast<float*>(out) + offset, valid, values);
-    const __m512i bits = _mm512_castps_si512(values),
-                  odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i nearest = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));  // ties to even
-    const __mmask16 is_nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
-    nearest = _mm512_mask_or_epi32(nearest, is_nan, bits, _mm512_set1_epi32(0x400000));
-    _mm512_mask_cvtepi32_storeu_epi16(static_cast<uint16_t*>(out) + offset, valid, _mm512_srli_epi32(nearest, 16));
-}
-
 // Store the results of a block of rows for one token, with the bias.
 inline void store_block(const LinearPlan& plan, void* y, int64_t token, int64_t row, __m512 values) {
     const int64_t rows_left = plan.rows - row;
-    const __mmask16 valid = __mmask16(rows_left >= BLOCK ? 0xffff : (1u << rows_left) - 1);
+    const __mmask16 valid = first_lanes(rows_left);
     if (plan.bias_type == FLOAT32)
         values = _mm512_add_ps(values, _mm512_maskz_loadu_ps(valid, static_cast<const float*>(plan.bias) + row));
     else if (plan.bias)
@@ -94,7 +82,7 @@ inline void store_block(const LinearPlan& plan, void* y, int64_t token, int64_t 
             const __m512 bias = _mm512_set1_ps(load_float(plan.bias, plan.bias_type, row + r));
             values = _mm512_mask_add_ps(values, __mmask16(1 << r), values, bias);
         }
-    store_values(plan, y, token * plan.rows + row, rows_left, values);
+    store_floats(y, plan.x_type, token * plan.rows + row, values, valid);
 }
 
 // Multiply `Rows` rows with `Tokens` tokens: sums [tokens, BLOCK], one column per row.
@@ -186,9 +174,9 @@ inline void dequantize_lanes(const LinearPlan& plan, int64_t first, int64_t last
                          shift = _mm512_set1_ps(plan.zero ? buffers.shift[g] : 0.0f);
             for (int64_t k = g * plan.group; k < plan.group_end(g); k += 16) {
                 const __m512 values = to_column_order<Bits>(lane_values<Bits>(codes + k / 8 * Bits, table, shifts));
-                store_values(
-                    plan, out, (row - first) * plan.columns + k, plan.columns - k,
-                    _mm512_fmsub_ps(values, scale, shift));
+                store_floats(
+                    out, plan.x_type, (row - first) * plan.columns + k, _mm512_fmsub_ps(values, scale, shift),
+                    first_lanes(plan.columns - k));
             }
         }
     }

@@ -1,7 +1,9 @@
 // AVX-512 helpers: load and store 16 values of any dtype as float32, the exponential function, sums.
 #pragma once
 
-#include "gemv.h"
+#include <initializer_list>
+
+#include "lanes.h"
 
 #ifdef SMELT_LANES
 inline __mmask16 first_lanes(int64_t count) {
