@@ -46,10 +46,10 @@ def run(context: typer.Context, model: ModelArgument, config: ConfigOption = Non
 
 def read_serve_config(path: Path | None, flags: dict[str, Any]) -> ServeConfig:
     """Merge a configuration file and the flags on the command line, which win."""
-    content = {}
+    content: dict[str, Any] = {}
     if path is not None:
-        content = read_yaml(path, "server configuration")
-        content = {} if content is None else content  # an empty file
+        read = read_yaml(path, "server configuration")
+        content = {} if read is None else read  # None: an empty file
         parse(ServeConfig, content, str(path))  # errors in the file name the file
     config = parse(ServeConfig, {**content, **flags}, "the command line")
     check_device(config.device)
