@@ -24,17 +24,17 @@ def windows(data: TextData, **options: int) -> torch.Tensor:
     return torch.cat([part["input_ids"] for part in parts])
 
 
-def places(drawn: torch.Tensor, text: str) -> list[int]:
+def window_starts(sampled: torch.Tensor, text: str) -> list[int]:
     characters = {number: token for token, number in VOCABULARY.items()}
-    results = [text.find("".join(characters[int(token)] for token in window)) for window in drawn]
+    results = [text.find("".join(characters[int(token)] for token in window)) for window in sampled]
     assert min(results) >= 0, "a window is not a passage of the text"
     return sorted(results)
 
 
 def test_windows_do_not_overlap() -> None:
-    drawn = windows(COUNTED, samples=100, length=128)
-    assert drawn.shape == (100, 128)
-    starts = places(drawn, COUNTED.joined)
+    sampled = windows(COUNTED, samples=100, length=128)
+    assert sampled.shape == (100, 128)
+    starts = window_starts(sampled, COUNTED.joined)
     assert min(np.diff(starts)) >= 128
     assert starts[0] < 2000 and starts[-1] > 12_000
 
@@ -43,12 +43,12 @@ def test_windows_do_not_overlap() -> None:
 def test_windows_fill_the_text_to_the_last_token(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     monkeypatch.setattr(batches_module, "_PIECE_CHARACTERS", piece)
     text = TextData("exact", (COUNTED.joined[:1280],))
-    assert places(windows(text, samples=10, length=128), text.joined) == list(range(0, 1280, 128))
+    assert window_starts(windows(text, samples=10, length=128), text.joined) == list(range(0, 1280, 128))
 
 
 def test_windows_of_short_text_overlap_as_little_as_possible() -> None:
     text = TextData("short", (COUNTED.joined[:1000],))
-    starts = places(windows(text, samples=15, length=128), text.joined)
+    starts = window_starts(windows(text, samples=15, length=128), text.joined)
     assert len(set(starts)) == 15
     with pytest.raises(DataError, match=r"short has 1,000 tokens, too few for 16 windows of 128: give more text"):
         windows(text, samples=16, length=128)
@@ -125,15 +125,15 @@ def test_a_tokenizer_without_padding_uses_eos() -> None:
 
 
 def test_sampling() -> None:
-    def drawn(**options: object) -> list[int]:
+    def sampled_rows(**options: object) -> list[int]:
         return [int(label) for part in labeled(**options) for label in part["labels"]]
 
-    assert drawn(shuffle=False, samples=5) == [0, 1, 2, 3, 4]
-    assert sorted(drawn()) == list(range(20)) and drawn() != list(range(20))
-    assert drawn(seed=3) == drawn(seed=3) != drawn(seed=4)
-    assert len(set(drawn(samples=15))) == 15
-    assert len(drawn(samples=200, replace=True)) == 200
-    assert len(set(drawn(samples=20, replace=True))) < 20
+    assert sampled_rows(shuffle=False, samples=5) == [0, 1, 2, 3, 4]
+    assert sorted(sampled_rows()) == list(range(20)) and sampled_rows() != list(range(20))
+    assert sampled_rows(seed=3) == sampled_rows(seed=3) != sampled_rows(seed=4)
+    assert len(set(sampled_rows(samples=15))) == 15
+    assert len(sampled_rows(samples=200, replace=True)) == 200
+    assert len(set(sampled_rows(samples=20, replace=True))) < 20
 
 
 def test_invalid_sampling() -> None:

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from smelt.kernels.cpu import build
-from smelt.kernels.cpu import gptq_rounding as feedback
-from smelt.kernels.cpu import threshold_select as compact
+from smelt.kernels.cpu import build, gptq_rounding, threshold_select
 from smelt.kernels.cpu.build import ensure_compiled, load_library, load_units
 
 LIBRARY = load_library()
@@ -118,7 +116,7 @@ def test_a_failing_compiler(tmp_path: Path, cache: Path, monkeypatch: pytest.Mon
     broken.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('--version' not in sys.argv)\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    assert load_library() is None and load_units(feedback.UNITS, feedback._declare, portable=True) is None
+    assert load_library() is None and load_units(gptq_rounding.UNITS, gptq_rounding._declare, portable=True) is None
     assert not list(cache.iterdir())
 
 
@@ -131,7 +129,7 @@ def test_another_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the portable units are compiled for an architecture without specialized kernels."""
     monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
     assert load_library() is None
-    for plain in (compact, feedback):
+    for plain in (threshold_select, gptq_rounding):
         assert load_units(plain.UNITS, plain._declare, portable=True) is not None
 
 

@@ -61,15 +61,15 @@ def test_random_block_tables(seed: int, size: int, heads: tuple[int, int], width
     ]  # filled with garbage
     keys, values = ([torch.randn(length, heads[1], width, generator=rng) for length in lengths] for _ in range(2))
 
-    def places(row: int, positions: Tensor) -> Tensor:
+    def slots_of(row: int, positions: Tensor) -> Tensor:
         return tables[row].long()[positions // size] * size + positions % size
 
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):  # the tokens before the chunk
         old = torch.arange(length - count)
-        store_kv(keys[row][: length - count], values[row][: length - count], *pages, places(row, old))
+        store_kv(keys[row][: length - count], values[row][: length - count], *pages, slots_of(row, old))
     new = torch.cat(
         [
-            places(row, torch.arange(length - count, length))
+            slots_of(row, torch.arange(length - count, length))
             for row, (length, count) in enumerate(zip(lengths, counts, strict=True))
         ]
     )

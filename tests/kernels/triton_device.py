@@ -24,6 +24,6 @@ HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter 
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 6e-4}  # rounding of the result, and of the dequantized matrix
 
 
-def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the relative error: norm of the difference over the norm of `expected`."""
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())

@@ -52,24 +52,24 @@ CARD = {  # in the order of DRAWS
 
 
 @pytest.fixture(scope="module")
-def drawn() -> dict[str, Tensor]:
+def samples() -> dict[str, Tensor]:
     generator = np.random.default_rng(0)
     return {name: _rows(draw(generator)) for name, draw in DRAWS.items()}
 
 
 @pytest.mark.parametrize("name", CARD)
 @pytest.mark.parametrize("column", range(len(DRAWS)), ids=DRAWS)
-def test_the_table_of_the_amxfp4_card(name: str, column: int, drawn: dict[str, Tensor]) -> None:
+def test_the_table_of_the_amxfp4_card(name: str, column: int, samples: dict[str, Tensor]) -> None:
     """The card does not say how its softmax rows were drawn. Of rows of 32 to 2048 keys with normal logits of standard
     deviation 0.5 to 8, those of 128 keys and 2 fit all nine figures; the next best miss one by 0.4 dB. They vary so
     much that twice the card's sample is taken.
     """
-    x = drawn[list(DRAWS)[column]]
+    x = samples[list(DRAWS)[column]]
     assert signal_to_noise(x, get_format(name).fake_quantize(x)) == pytest.approx(CARD[name][column], abs=0.05)
 
 
-def test_two_powers_of_two_lose_to_one_fp8_scale(drawn: dict[str, Tensor]) -> None:
-    x = drawn["normal"]
+def test_two_powers_of_two_lose_to_one_fp8_scale(samples: dict[str, Tensor]) -> None:
+    x = samples["normal"]
     assert signal_to_noise(x, get_format("amxfp4@e8m0").fake_quantize(x)) == pytest.approx(18.59, abs=0.05)
 
 
@@ -77,14 +77,14 @@ def test_two_powers_of_two_lose_to_one_fp8_scale(drawn: dict[str, Tensor]) -> No
     ("draw", "integer", "denormal"),
     [("normal", 17.09, 17.54), ("laplace", 13.09, 15.24), ("student-5", 10.83, 13.81)],
 )
-def test_dint_on_rows(draw: str, integer: float, denormal: float, drawn: dict[str, Tensor]) -> None:
-    x = drawn[draw]
+def test_dint_on_rows(draw: str, integer: float, denormal: float, samples: dict[str, Tensor]) -> None:
+    x = samples[draw]
     assert signal_to_noise(x, get_format("int4-asym").fake_quantize(x)) == pytest.approx(integer, abs=0.05)
     assert signal_to_noise(x, get_format("dint4").fake_quantize(x)) == pytest.approx(denormal, abs=0.05)
 
 
-def test_dint_does_not_win_on_small_groups_of_normal_values(drawn: dict[str, Tensor]) -> None:
-    x = drawn["normal"]
+def test_dint_does_not_win_on_small_groups_of_normal_values(samples: dict[str, Tensor]) -> None:
+    x = samples["normal"]
     assert signal_to_noise(x, get_format("dint4/128").fake_quantize(x)) == pytest.approx(19.90, abs=0.05)
 
 
@@ -97,8 +97,8 @@ def test_dint_does_not_win_on_small_groups_of_normal_values(drawn: dict[str, Ten
         ("student-5", "dint4", 0.267, None),
     ],
 )
-def test_underflow(draw: str, name: str, lost: float, share: float | None, drawn: dict[str, Tensor]) -> None:
-    x = drawn[draw]
+def test_underflow(draw: str, name: str, lost: float, share: float | None, samples: dict[str, Tensor]) -> None:
+    x = samples[draw]
     result = underflow_share(x, get_format(name).fake_quantize(x))
     assert result[0] == pytest.approx(lost, abs=0.001)
     assert share is None or result[1] == pytest.approx(share, abs=0.001)
@@ -111,14 +111,14 @@ def test_underflow_counts_only_what_was_not_zero() -> None:
 
 
 @pytest.mark.parametrize(("group", "expected"), [("32", 21.85), ("128", 19.95), ("row", 17.09)])
-def test_round_to_nearest(group: str, expected: float, drawn: dict[str, Tensor]) -> None:
-    x = drawn["normal"]
+def test_round_to_nearest(group: str, expected: float, samples: dict[str, Tensor]) -> None:
+    x = samples["normal"]
     assert signal_to_noise(x, get_format(f"int4-asym/{group}").fake_quantize(x)) == pytest.approx(expected, abs=0.05)
 
 
 @pytest.mark.parametrize(("draw", "expected"), [("normal", 20.73), ("laplace", 19.69), ("student-5", 19.60)])
-def test_normal_float(draw: str, expected: float, drawn: dict[str, Tensor]) -> None:
-    x = drawn[draw]
+def test_normal_float(draw: str, expected: float, samples: dict[str, Tensor]) -> None:
+    x = samples[draw]
     assert signal_to_noise(x, get_format("nf4").fake_quantize(x)) == pytest.approx(expected, abs=0.05)
 
 
