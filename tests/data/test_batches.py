@@ -39,9 +39,9 @@ def test_windows_do_not_overlap() -> None:
     assert starts[0] < 2000 and starts[-1] > 12_000
 
 
-@pytest.mark.parametrize("piece", [100, 10_000])
-def test_windows_fill_the_text_to_the_last_token(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
-    monkeypatch.setattr(batches_module, "_PIECE_CHARACTERS", piece)
+@pytest.mark.parametrize("chunk", [100, 10_000])
+def test_windows_fill_the_text_to_the_last_token(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr(batches_module, "_CHUNK_CHARACTERS", chunk)
     text = TextData("exact", (COUNTED.joined[:1280],))
     assert window_starts(windows(text, samples=10, length=128), text.joined) == list(range(0, 1280, 128))
 
@@ -59,7 +59,7 @@ def test_windows_of_short_text_overlap_as_little_as_possible() -> None:
 
 
 def test_windows_contain_only_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches_module, "_PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(batches_module, "_CHUNK_CHARACTERS", 100)
     tokenizer = character_tokenizer(encoder=True)
     (part,) = text_batches(COUNTED, tokenizer, samples=40, length=300, batch_size=40, seed=0)
     assert not {VOCABULARY["[CLS]"], VOCABULARY["[SEP]"]} & set(part["input_ids"].unique().tolist())
@@ -71,7 +71,7 @@ def test_the_seed_determines_the_windows() -> None:
 
 
 def test_long_text_is_tokenized_only_as_far_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches_module, "_PIECE_CHARACTERS", 500)
+    monkeypatch.setattr(batches_module, "_CHUNK_CHARACTERS", 500)
     tokenizer, seen = character_tokenizer(), []
     real = type(tokenizer).__call__
 
@@ -87,8 +87,8 @@ def test_long_text_is_tokenized_only_as_far_as_needed(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("text", ["a b\n" * 999, "word " * 999, "x" * 5000, "", "\n" * 2000])
 def test_chunks_lose_nothing(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr(batches_module, "_PIECE_CHARACTERS", 64)
-    chunks = list(batches_module._pieces(text))
+    monkeypatch.setattr(batches_module, "_CHUNK_CHARACTERS", 64)
+    chunks = list(batches_module._split_chunks(text))
     assert "".join(chunks) == text and max(map(len, chunks)) <= 64
 
 

@@ -20,7 +20,7 @@ NAMES = ["int8/row", "int8-asym/row", "int8/32", "int4/row", "int4-asym/row", "i
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
-        monkeypatch.setattr(launch, "gemm_tiles", lambda batch, matrix, integer: (16, 16, 4, 1))
+        monkeypatch.setattr(launch, "gemm_config", lambda batch, matrix, integer: (16, 16, 4, 1))
 
 
 def packed(name: str, rows: int, columns: int) -> PackedMatrix:

@@ -28,8 +28,8 @@ OTHERS = ("int2/64", "int3/32", "int5/64", "int4/tensor", "mxfp4", "nvfp4", "amx
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use small tiles: the interpreter's time grows with the number of programs, padding included."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(launch, "gemv_tiles", lambda matrix: (4, 2, 1))
-        monkeypatch.setattr(launch, "gemm_tiles", lambda batch, matrix, integer: (16, 16, 4, 1))
+        monkeypatch.setattr(launch, "gemv_config", lambda matrix: (4, 2, 1))
+        monkeypatch.setattr(launch, "gemm_config", lambda batch, matrix, integer: (16, 16, 4, 1))
 
 
 def packed(name: str, rows: int, columns: int) -> tuple[PackedMatrix, QuantizedTensor]:
