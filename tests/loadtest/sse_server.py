@@ -27,6 +27,7 @@ class SseServer:
         ""
     )  # failure of the nth completion: "503", "cut", "error", "slow", or none
     bodies: list[Body] = field(default_factory=list)
+    hold: int = 0  # answer only once so many completions are being served
     at_once: int = 0
     most_at_once: int = 0
 
@@ -87,6 +88,8 @@ class SseServer:
             return
         start(writer, 200, "Content-Type: text/event-stream\r\nTransfer-Encoding: chunked")
         loop = asyncio.get_running_loop()
+        while self.most_at_once < self.hold:
+            await asyncio.sleep(0.001)
         deadline = loop.time() + self.first + (30 if failing == "slow" else 0)
         if chat:
             event(writer, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})

@@ -17,15 +17,16 @@ from tests.serve.server_process import NAME, PATIENCE, Server, start, write_mode
 
 CONTEXT = 32768  # answers of this length cannot finish during a test
 LONG = {"prompt": "x", "max_tokens": 32000, "ignore_eos": True, "n": 16}
-SHORT = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
+SHORT = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True, "logprobs": 0}
 
 
 class Reader(threading.Thread):
     """Read one answer to its end in the background."""
 
-    def __init__(self, server: Server, body: dict[str, Any], lines: int = 1) -> None:
+    def __init__(self, server: Server, body: dict[str, Any], tokens: int = 0) -> None:
+        """`begun` is set at the first line with at least so many tokens, which are counted by their logprobs."""
         super().__init__(daemon=True)
-        self.server, self.body, self.first_lines = server, body, lines
+        self.server, self.body, self.first_tokens = server, body, tokens
         self.begun, self.lines = threading.Event(), list[str]()
         self.status = 0
         self.start()
@@ -36,8 +37,14 @@ class Reader(threading.Thread):
             self.status = answer.status_code
             for line in answer.iter_lines():
                 self.lines += [line] if line else []
-                if len(self.lines) >= self.first_lines:
+                if self.lines and self.count_tokens() >= self.first_tokens:
                     self.begun.set()
+
+    def count_tokens(self) -> int:
+        if not self.first_tokens:
+            return 0
+        events = [json.loads(line.removeprefix("data: ")) for line in self.lines if line != "data: [DONE]"]
+        return sum(len(event["choices"][0]["logprobs"]["tokens"]) for event in events)
 
     def read(self) -> None:
         """Wait until the answer has ended."""
@@ -102,7 +109,7 @@ def _stop_server(server: Server) -> None:
     worker = server.state()["worker"]
     long = Reader(server, {**LONG, "n": 4, "stream": True})
     assert long.begun.wait(PATIENCE)
-    short = Reader(server, SHORT, lines=SHORT["max_tokens"] // 2)
+    short = Reader(server, SHORT, tokens=SHORT["max_tokens"] - 30)
     assert short.begun.wait(PATIENCE)
     with server.paused(worker):  # the rest of the short answer is computed after the signal
         server.process.send_signal(signal.SIGTERM)

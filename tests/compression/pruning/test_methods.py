@@ -73,7 +73,7 @@ def test_latency_is_measured_and_met() -> None:
 
 
 def test_the_search_keeps_widths_at_multiples() -> None:
-    model = run("bert", {"method": "fisher", "budget": {"macs": 0.6}, "multiple": 8, "head_multiple": 2})
+    model = run("bert", {"method": "fisher", "budget": {"macs": 0.6}, "ffn_multiple": 8, "head_multiple": 2})
     parts = model.anatomy.parts
     assert all(part.units % (2 if part.kind == "heads" else 8) == 0 for part in parts)
 
@@ -121,7 +121,7 @@ def test_weights_stay_trainable_and_hooks_are_removed(name: str) -> None:
         ({"method": "fisher", "budget": {"energy": 0.5}}, "limits one of"),
         ({"method": "fisher", "budget": {"macs": 0.5}, "repair": "magic"}, "must be one of"),
         ({"method": "fisher", "budget": {"macs": 0.5}, "max_sparsity": 2.0}, "between"),
-        ({"method": "fisher", "budget": {"macs": 0.5}, "multiple": "8"}, "must be an integer"),
+        ({"method": "fisher", "budget": {"macs": 0.5}, "ffn_multiple": "8"}, "must be an integer"),
         ({"method": "fisher", "budget": {"macs": 0.5}, "rearranged": 1}, "must be true or false"),
         ({"method": "fisher"}, "needs `budget`"),
         ({"method": "flap", "budget": {"macs": 0.5}, "repair": "magic"}, "must be one of"),

@@ -157,7 +157,7 @@ def test_the_format_follows_the_settings(settings: dict[str, Any], scheme: str) 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"rounding": "magic"}, {"tokens": 0}, {"bits": 2}, {"static_activations": True, "input_activations": None}],
+    [{"rounding": "magic"}, {"search_tokens": 0}, {"bits": 2}, {"static_activations": True, "input_activations": None}],
 )
 def test_invalid_settings_raise_one_sentence(settings: dict[str, Any]) -> None:
     with pytest.raises(RecipeError) as caught:

@@ -60,7 +60,7 @@ def test_no_scale_and_no_clip_is_round_to_nearest(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "vit", "bert"])
 def test_the_search_is_never_worse_than_round_to_nearest(name: str) -> None:
-    _, facts = apply_awq(name, bits=3, tokens=40)
+    _, facts = apply_awq(name, bits=3, search_tokens=40)
     notes = [fact["scaling"] for fact in facts["layers"].values() if fact["scaling"]["into"]]
     assert notes and all(note["error"] <= note["error_unscaled"] for note in notes)
     assert any(note["exponent"] > 0 for note in notes)
@@ -167,7 +167,7 @@ def test_queries_and_keys_are_never_clipped() -> None:
 
 def test_clipping_changes_no_query_or_key_rows() -> None:
     for name, untouched in (("gpt2", 64), ("llama", None)):
-        clipped, plain = (apply_awq(name, bits=2, clip=clip, tokens=40)[0].network for clip in (True, False))
+        clipped, plain = (apply_awq(name, bits=2, clip=clip, search_tokens=40)[0].network for clip in (True, False))
         one, two = quantized_layers(clipped), quantized_layers(plain)
         path = next(iter(one))  # c_attn or q_proj of the first block
         same = torch.equal(one[path].codes[:untouched], two[path].codes[:untouched])

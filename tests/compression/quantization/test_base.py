@@ -88,7 +88,7 @@ TAKEN += [(name, method) for name in ("bert", "vit", "gpt2", "opt", "qwen2") for
 @pytest.mark.parametrize(("name", "method"), TAKEN)
 def test_every_method_supports_every_family(name: str, method: str) -> None:
     settings = {"method": method, "group_size": 16, "bits": 10.0 if method == "mixed" else 8}
-    model = quantize_tiny(name, {**settings, **({"tokens": 30} if method in SEARCHES else {})})
+    model = quantize_tiny(name, {**settings, **({"search_tokens": 30} if method in SEARCHES else {})})
     with torch.no_grad():
         logits, true = model.network(**inputs(name)).logits, BUILDS[name]()(**inputs(name)).logits
     assert float((logits - true).norm() / true.norm()) < 0.05

@@ -76,7 +76,7 @@ def test_the_method_needs_no_data() -> None:
     [
         ({"symmetric": True}, "asymmetric"),
         ({"format": "nf4"}, "asymmetric"),
-        ({"power": 2.0}, "between"),
+        ({"lp_norm": 2.0}, "between"),
         ({"beta": 0.0}, "between"),
         ({"bits": 1}, "2 to 8 bits"),
     ],

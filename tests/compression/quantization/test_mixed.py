@@ -64,7 +64,7 @@ def test_no_errors_at_all() -> None:
 @pytest.mark.parametrize("rounding", ["rtn", "gptq"])
 def test_the_average_bit_width_is_met_and_nearly_exhausted(bits: float, rounding: str) -> None:
     """Scales count: 16 weights share 24 bits of scale and zero point."""
-    model, facts = run({"bits": bits, "rounding": rounding, "tokens": 40})
+    model, facts = run({"bits": bits, "rounding": rounding, "search_tokens": 40})
     assert facts["bits_per_weight"] <= bits + 1e-9
     assert facts["bits_per_weight"] > bits - 0.3
     assert set(widths(model).values()) <= {2, 3, 4, 8}
@@ -73,7 +73,7 @@ def test_the_average_bit_width_is_met_and_nearly_exhausted(bits: float, rounding
 
 
 def test_layers_that_share_an_input_share_a_bit_width() -> None:
-    model, _ = run({"bits": 5.0, "tokens": 40})
+    model, _ = run({"bits": 5.0, "search_tokens": 40})
     result = widths(model)
     for index in range(3):
         attention = f"model.layers.{index}.self_attn"
@@ -85,7 +85,7 @@ def test_bits_go_where_errors_are_large() -> None:
     model = Model(BUILDS["llama"]())
     with torch.no_grad():
         model.network.model.layers[1].mlp.down_proj.weight.mul_(30)
-    model, facts = run({"bits": 4.5, "tokens": 40}, model)
+    model, facts = run({"bits": 4.5, "search_tokens": 40}, model)
     result = widths(model)
     assert result["model.layers.1.mlp.down_proj"] > max(result[f"model.layers.{i}.mlp.down_proj"] for i in (0, 2))
     errors = facts["layers"]["model.layers.1.mlp.down_proj"]["block_error"]
@@ -138,9 +138,9 @@ def test_a_budget_below_the_smallest_bit_width() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"choices": "2,three"}, "with commas"),
-        ({"choices": ""}, "with commas"),
-        ({"choices": "2,9"}, "2 to 8 bits"),
+        ({"bit_widths": "2,three"}, "with commas"),
+        ({"bit_widths": ""}, "with commas"),
+        ({"bit_widths": "2,9"}, "2 to 8 bits"),
         ({"format": "nf4"}, "leave format out"),
         ({"rounding": "magic"}, "one of"),
         ({"bits": 40.0}, "between"),

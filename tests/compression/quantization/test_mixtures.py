@@ -205,7 +205,9 @@ def test_mixed_precision_gives_bits_to_unreached_experts(folders: dict[str, Path
     assert errors[f"{LOST}.w2"] == pytest.approx([sum(column) / 3 for column in zip(*others, strict=True)])
 
 
-@pytest.mark.parametrize("settings", [{"method": "gptq"}, {"method": "awq", "tokens": 60}], ids=lambda s: s["method"])
+@pytest.mark.parametrize(
+    "settings", [{"method": "gptq"}, {"method": "awq", "search_tokens": 60}], ids=lambda s: s["method"]
+)
 def test_a_resumed_run_is_bit_identical(settings: dict[str, Any], folders: dict[str, Path], tmp_path: Path) -> None:
     method, data = METHODS.build({**settings, **SMALL}), batches(padded=True)
     uninterrupted, killed, resumed = (load(folders["qwen3-moe-starved"]) for _ in range(3))

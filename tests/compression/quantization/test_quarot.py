@@ -170,7 +170,7 @@ def test_a_width_without_a_hadamard_matrix_is_skipped_and_reported() -> None:
 
 def test_online_rotations_can_be_disabled() -> None:
     model = Model(BUILDS["llama"]())
-    facts = quarot(model, rotate_filters=False, rotate_heads=False, rounding="rtn")
+    facts = quarot(model, rotate_ffn=False, rotate_heads=False, rounding="rtn")
     assert facts["layers_rotating_their_inputs"] == 0
     assert not any(layer.scheme.hadamard for layer in quantized_layers(model.network).values())
 
@@ -216,7 +216,7 @@ def test_other_networks_and_missing_data_are_refused() -> None:
     with pytest.raises(ModelError, match="post-norm"):
         quarot(Model(BUILDS["bert"]()))
     with pytest.raises(RecipeError, match="do not divide"):
-        quarot(Model(BUILDS["llama"]()), group=128)
+        quarot(Model(BUILDS["llama"]()), group_size=128)
     with pytest.raises(DataError, match="calibration data"):
         METHODS.build({"method": "quarot"}).apply(Model(BUILDS["llama"]()), MethodContext())
     METHODS.build({"method": "quarot", "rounding": "rtn"}).apply(Model(BUILDS["llama"]()), MethodContext())

@@ -123,7 +123,7 @@ def test_rotating_only_values_leaves_the_residual_stream_unchanged() -> None:
     model = exact_model("llama-tied")
     before, bytes_before = logits(model), count_bytes(model.network)
     old = [part.output.weight.clone() for part in model.anatomy.parts if part.kind == "heads"]
-    rotate(model, stream=False)
+    rotate(model, residual=False)
     assert (logits(model) - before).abs().max() < 1e-10
     assert count_bytes(model.network) == bytes_before and model.network.config.tie_word_embeddings
     new = [part.output.weight for part in model.anatomy.parts if part.kind == "heads"]
@@ -193,7 +193,7 @@ def test_other_networks_are_refused_with_the_reason() -> None:
     with pytest.raises(ModelError, match="quantized already"):
         rotate(packed)
     with pytest.raises(RecipeError, match="nothing to do"):
-        METHODS.build({"method": "rotate", "stream": False, "values": False})
+        METHODS.build({"method": "rotate", "residual": False, "values": False})
 
 
 def test_a_bias_that_cannot_be_kept_is_refused_before_anything_changes() -> None:
