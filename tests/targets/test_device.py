@@ -22,10 +22,10 @@ OPERATORS: list[Operator] = [
 
 def attention_by_hand(operator: AttentionOp, pool: _RandomPool) -> torch.Tensor:
     hidden, dim, group = operator.hidden, operator.head_dim, operator.heads // operator.kv_heads
-    states = pool.take(operator.batch, operator.tokens, hidden)
-    query = pool.take(operator.heads, dim, hidden)
-    key, value = (pool.take(operator.kv_heads, dim, hidden).repeat_interleave(group, dim=0) for _ in range(2))
-    output, scale, shift = pool.take(hidden, operator.heads, dim), pool.take(hidden), pool.take(hidden)
+    states = pool.allocate(operator.batch, operator.tokens, hidden)
+    query = pool.allocate(operator.heads, dim, hidden)
+    key, value = (pool.allocate(operator.kv_heads, dim, hidden).repeat_interleave(group, dim=0) for _ in range(2))
+    output, scale, shift = pool.allocate(hidden, operator.heads, dim), pool.allocate(hidden), pool.allocate(hidden)
     queries, keys, values = (torch.einsum("btd,hed->bhte", states, weight) for weight in (query, key, value))
     scores = queries @ keys.transpose(-1, -2) / dim**0.5  # [batch, heads, tokens, tokens]
     if operator.causal:
@@ -49,14 +49,14 @@ def test_attention_block_is_attention(operator: AttentionOp) -> None:
 def test_tensors_of_a_block_do_not_share_memory(operator: Operator) -> None:
     stretches: list[tuple[int, int]] = []
     pool = _RandomPool("cpu", seed=0)
-    take = pool.take
+    allocate = pool.allocate
 
     def noted(*shape: int) -> torch.Tensor:
-        tensor = take(*shape)
+        tensor = allocate(*shape)
         stretches.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
         return tensor
 
-    pool.take = noted  # type: ignore[method-assign]
+    pool.allocate = noted  # type: ignore[method-assign]
     pool.start(operator)
     _block(operator, pool)
     stretches.sort()
