@@ -15,15 +15,16 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import yaml
 from typer.main import get_command
 
 import smelt.compression.base
 from smelt.cli.app import app_with
 from smelt.compression.base import METHODS
 from smelt.compression.recipe.recipe import CalibrationSettings, EvaluationSettings, Recipe
+from smelt.config import load_yaml, parse
 from smelt.models.families import FAMILIES
 from smelt.registry import Registry
+from smelt.serve.server.settings import ServeConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -98,9 +99,13 @@ def test_a_command_in_a_sentence_exists(page: Path) -> None:
 
 
 @pytest.mark.parametrize("text", all_blocks("yaml"))
-def test_a_recipe_is_accepted(text: str) -> None:
-    recipe = Recipe.parse(yaml.safe_load(text))
-    assert Recipe.parse(yaml.safe_load(recipe.to_yaml())) == recipe
+def test_a_configuration_is_accepted(text: str) -> None:
+    content = load_yaml(text)
+    if "steps" not in content:
+        assert parse(ServeConfig, content, "the server configuration") != ServeConfig()
+        return
+    recipe = Recipe.parse(content)
+    assert Recipe.parse(load_yaml(recipe.to_yaml())) == recipe
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)

@@ -30,6 +30,7 @@ import smelt
 import smelt.compression.recipe.plan
 import smelt.compression.recipe.run
 from smelt.cli.main import main
+from smelt.cli.output import console
 from smelt.compression.recipe.recipe import Recipe
 from smelt.models.load import load
 from smelt.models.model import Model
@@ -120,6 +121,7 @@ def pruned(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def smelt_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Smelt]:
     """Call `smelt` in this process with the thread count of a forked one: sums must be equal."""
     monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setattr(console, "_width", None)  # else it keeps the width at which it was first imported
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
 

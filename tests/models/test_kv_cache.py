@@ -106,7 +106,7 @@ def test_networks_without_an_attention_layer_generate(name: str) -> None:
     for number_format in ("none", "int8", "int4-asym/128@float16"):
         cache = QuantizedKVCache(network.config, number_format, rotate_keys=True)
         out = network.generate(**inputs(name), **GREEDY, num_beams=2, past_key_values=cache)
-        assert out.shape == (3, 21) and cache.layers[0].rows[0].width == 1
+        assert out.shape == (3, 21) and cache.layers[0].rows[0].head_dim == 1
         if number_format == "none":
             assert torch.equal(out, network.generate(**inputs(name), **GREEDY, num_beams=2))
 
