@@ -24,7 +24,7 @@ from smelt.numerics.integer import Integer
 )
 @dataclass(frozen=True)
 class FlexRound(LearnedQuantization):
-    """Use for few bits where long calibration is affordable: the rounding of every weight is learned.
+    """Use at low bit widths when long calibration is affordable: it learns how to round every weight.
 
     The papers train on 512 samples of 1024 tokens in batches of two (`data` of the recipe).
     """

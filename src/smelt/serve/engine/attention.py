@@ -75,7 +75,7 @@ def kv_quant_format(kv_cache_dtype: str | None, head_dim: int) -> KVQuantFormat 
 
 
 def block_bytes(anatomy: Anatomy, block_size: int, dtype: torch.dtype, kv_cache_dtype: str | None = None) -> int:
-    """Return the bytes of one block over all layers, keys and values."""
+    """Return the KV cache bytes of one block over all layers."""
     return sum(
         2 * block_size * num_kv_heads * row_bytes(head_dim, dtype, kv_cache_dtype)
         for num_kv_heads, head_dim in _attention_layers(anatomy).values()

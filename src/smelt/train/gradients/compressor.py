@@ -3,7 +3,7 @@
 A compressor holds no data of a run. What it must remember between steps lies in the `CompressorState` that it is
 passed, so that a checkpoint can save it; gradients that were not sent yet lie in the residual, which belongs to
 `reducer.py`. There are two kinds. A `Sparsifier` selects elements; the reducer exchanges the indices with the other
-ranks, sends the values and clears the residual there. A `GradientEncoder` encodes all elements in a few bits.
+ranks, sends the values and clears the residual there. A `GradientEncoder` encodes all elements at low precision.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class EncodedGradient:
 
 
 class GradientEncoder(Compressor):
-    """Encode every element of the bucket in a few bits."""
+    """Encode every element of the bucket at low precision."""
 
     @abstractmethod
     def encode(self, step: CompressionStep) -> EncodedGradient:

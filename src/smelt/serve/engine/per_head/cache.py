@@ -78,5 +78,5 @@ class PerHeadCache:
 
 
 def page_bytes(clusters: HeadClusters, row_bytes: int, block_size: int) -> int:
-    """Return the bytes of a page, keys and values, if one head's key or value of a token takes `row_bytes`."""
+    """Return the KV cache bytes of one page; the key or the value of one token in one head takes `row_bytes`."""
     return 2 * clusters.size * block_size * row_bytes
