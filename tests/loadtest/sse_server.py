@@ -13,6 +13,23 @@ Body = dict[str, Any]
 
 
 @dataclass
+class LockstepClock:
+    """A client's clock that only the server advances, once the client has read it for everything sent so far."""
+
+    now: float = 0.0
+    readings: int = 0
+
+    def __call__(self) -> float:
+        self.readings += 1
+        return self.now
+
+    async def advance(self, seconds: float, readings: int) -> None:
+        while self.readings < readings:
+            await asyncio.sleep(0.001)
+        self.now += seconds
+
+
+@dataclass
 class SseServer:
     """Send the first chunk after `first` seconds and each further one after `gap`, as many as requested."""
 
@@ -27,6 +44,7 @@ class SseServer:
         ""
     )  # failure of the nth completion: "503", "cut", "error", "slow", or none
     bodies: list[Body] = field(default_factory=list)
+    clock: LockstepClock | None = None  # for one request at a time; none: the delays are real
     hold: int = 0  # answer only once so many completions are being served
     at_once: int = 0
     most_at_once: int = 0
@@ -91,12 +109,18 @@ class SseServer:
         while self.most_at_once < self.hold:
             await asyncio.sleep(0.001)
         deadline = loop.time() + self.first + (30 if failing == "slow" else 0)
+        readings = 1  # by the client: when it sends, and at each event
         if chat:
             event(writer, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+            readings += 1
         count = body["max_tokens"]
         for number in range(0, count, self.together):
-            await asyncio.sleep(max(0.0, deadline - loop.time()))
+            if self.clock:
+                await self.clock.advance(self.gap if number else self.first, readings)
+            else:
+                await asyncio.sleep(max(0.0, deadline - loop.time()))
             deadline += self.gap
+            readings += 1
             if failing == "cut" and number:
                 return
             if failing == "error" and number:

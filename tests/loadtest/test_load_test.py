@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -15,10 +16,13 @@ from typing import Any
 import pytest
 
 from smelt.errors import RequestError
+from smelt.loadtest.client import Endpoint, complete
 from smelt.loadtest.generator import LoadTest, LoadTestResult, load_test
-from smelt.loadtest.prompts import LengthRange
+from smelt.loadtest.http import Address
+from smelt.loadtest.prompts import LengthRange, Prompt
+from smelt.loadtest.timeline import RequestTimeline
 from tests.cli.conftest import Smelt, smelt_here  # noqa: F401
-from tests.loadtest.sse_server import SseServer
+from tests.loadtest.sse_server import LockstepClock, SseServer
 
 SHORT = {"input": LengthRange(5, 5), "output": LengthRange(8, 8)}
 
@@ -27,29 +31,41 @@ def run_load_test(server: SseServer, **options: Any) -> LoadTestResult:
     return load_test(LoadTest(server.url, **{"requests": 10, "rate": math.inf, **SHORT, **options}))
 
 
+def time_one(server: SseServer, chat: bool = False) -> RequestTimeline:
+    """Stream one completion of 8 tokens on the clock of the server."""
+    server.clock = LockstepClock()
+    endpoint = Endpoint(Address.parse(server.url), "tiny", chat=chat, seconds=60)
+    return asyncio.run(complete(endpoint, Prompt("one two", 8), server.clock))
+
+
 @pytest.mark.parametrize("chat", [False, True])
-def test_times_match_the_server(chat: bool) -> None:
-    """A client can only be later than the server, on a busy machine by some milliseconds."""
+def test_times_are_those_of_the_server(chat: bool) -> None:
     with SseServer(first=0.15, gap=0.03) as server:
-        summary = run_load_test(server, chat=chat, limits={"ttft": 400.0, "tpot": 60.0}).summary
+        line = time_one(server, chat)
+    assert not line.failure and (line.input_tokens, line.output_tokens) == (7, 8)  # as the server counted
+    assert line.ttft == pytest.approx(0.15) and line.gaps == pytest.approx([0.03] * 7)
+    assert line.tpot == pytest.approx(0.03) and line.latency == pytest.approx(0.36)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_run_is_summarized(chat: bool) -> None:
+    """A client can only be later than the server."""
+    with SseServer(first=0.15, gap=0.03, hold=10) as server:
+        summary = run_load_test(server, chat=chat, warmups=0, limits={"ttft": 148.0, "e2el": 1e6}).summary
     assert summary.answered == 10 and not summary.failures
     assert summary.ttft and summary.tpot and summary.itl and summary.e2el
-    assert 149 <= summary.ttft.p50 < 250, summary.ttft
-    assert 28 <= summary.tpot.p50 < 45, summary.tpot
-    assert 25 <= summary.itl.p50 < 45, summary.itl
-    assert 359 <= summary.e2el.p50 < 500, summary.e2el
-    assert summary.e2el.p50 == pytest.approx(summary.ttft.p50 + 7 * summary.tpot.p50, rel=0.1)
-    assert summary.output_tokens == 80 and summary.input_tokens == 70  # as the server counted
-    assert summary.peak_concurrency == 10 and summary.good >= 8
+    assert summary.ttft.p50 >= 149 and summary.e2el.p50 >= 359
+    assert summary.output_tokens == 80 and summary.input_tokens == 70
+    assert summary.peak_concurrency == 10 and summary.good == 0  # none has its first token within 148 ms
 
 
 def test_tokens_are_counted_by_usage_or_else_by_chunks() -> None:
     with SseServer(together=4, gap=0.04) as server:
-        result = run_load_test(server)
-        assert result.summary.output_tokens == 80 and all(len(line.chunk_times) == 2 for line in result.timelines)
-        assert result.summary.tpot and 5 < result.summary.tpot.p50 < 10  # 40 ms over 7 tokens
+        line = time_one(server)
+        assert line.output_tokens == 8 and len(line.chunk_times) == 2
+        assert line.tpot == pytest.approx(0.04 / 7)  # one gap over 7 tokens
         server.usage = False
-        assert run_load_test(server).summary.output_tokens == 20
+        assert time_one(server).output_tokens == 2
 
 
 def test_the_loop_is_open() -> None:
@@ -61,7 +77,7 @@ def test_the_loop_is_open() -> None:
         limited = run_load_test(server, rate=40.0, seed=5, max_concurrency=4, warmups=0).timelines
     assert [line.due for line in limited] == [line.due for line in result.timelines]
     waited = [line for line in limited if line.late > 0.5]
-    assert len(waited) >= 2 and min(line.ttft for line in waited) < 1  # which starts when the request is sent
+    assert len(waited) >= 2
 
 
 def test_concurrency_is_limited() -> None:
@@ -87,7 +103,7 @@ def test_request_bodies() -> None:
 def test_failures_are_counted_by_kind() -> None:
     kinds = {1: "503", 2: "cut", 3: "error", 4: "slow", 5: "429", 6: "429"}
     with SseServer(first=0.01, gap=0.001, fails=lambda number: kinds.get(number - 1, "")) as server:
-        summary = run_load_test(server, seconds=1.0).summary
+        summary = run_load_test(server, seconds=5.0).summary
     assert summary.failures == {
         "status 429": 2, "status 503": 1, "cut off": 1, "error in the stream": 1, "timed out": 1,
     }  # fmt: skip

@@ -19,7 +19,7 @@ from smelt.train.gradients import checkpoint
 from smelt.train.gradients.autotune.auto import AutoCompression
 from smelt.train.gradients.compressor import Compressor
 from tests.train.parallel import run
-from tests.train.slow_link import slow_down
+from tests.train.simulated_link import simulate_link
 from tests.train.synthetic import rank
 
 LOOK = Auto().steps  # before measuring
@@ -66,7 +66,7 @@ def flat(model: nn.Module) -> Any:
 
 def on_a_slow_link(folder: str) -> dict[str, Any]:
     """Train, save, continue training; then resume from the saved state."""
-    slow_down()
+    simulate_link()
     lines = Lines()
     auto = Auto(density=0.01, methods=("micro", "bf16"))
     model = DistributedDataParallel(network(400))
@@ -98,12 +98,9 @@ def on_a_slow_link(folder: str) -> dict[str, Any]:
 
 
 def test_a_slow_link_is_compressed_and_a_resumed_run_is_bit_identical() -> None:
-    for _ in range(3):  # other load on the machine affects the times
-        with tempfile.TemporaryDirectory() as folder:
-            first, second = run(2, on_a_slow_link, folder)
-        dense, _, micro = (first["decision"]["buckets"][0][position] for position in (0, 2, 1))
-        if micro["exposed"] < dense["exposed"] / 2:
-            break
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = run(2, on_a_slow_link, folder)
+    dense, micro = first["decision"]["buckets"][0][:2]
     assert first["decision"] == second["decision"]
     assert first["decision"]["choices"] == ["micro"]
     assert first["decision"]["exposed"] == micro["exposed"] < dense["exposed"] / 2
@@ -116,6 +113,7 @@ def test_a_slow_link_is_compressed_and_a_resumed_run_is_bit_identical() -> None:
 
 
 def on_a_fast_link(compressor: Compressor | str | None) -> dict[str, Any]:
+    simulate_link(alpha=1e-5, bandwidth=1e10)
     lines = Lines()
     model = DistributedDataParallel(network(400), bucket_cap_mb=0.1)
     compression = None if compressor is None else compress_gradients(model, compressor)
@@ -133,10 +131,7 @@ def on_a_fast_link(compressor: Compressor | str | None) -> dict[str, Any]:
 
 def test_ddp_is_left_alone_with_a_warning_where_nothing_gains() -> None:
     plain = run(2, on_a_fast_link, None)[0]
-    for _ in range(3):  # other load on the machine can make a link look slow
-        auto = run(2, on_a_fast_link, "auto")
-        if auto[0]["plain"]:
-            break
+    auto = run(2, on_a_fast_link, "auto")
     assert auto[0]["plain"] and auto[1]["plain"]
     assert "no method is predicted to pay" in auto[0]["warnings"]
     assert torch.allclose(torch.from_numpy(auto[0]["weights"]), torch.from_numpy(plain["weights"]), atol=1e-6)
@@ -146,7 +141,7 @@ def test_ddp_is_left_alone_with_a_warning_where_nothing_gains() -> None:
 
 def with_a_bad_step() -> tuple[int, list[str]]:
     """Without DDP: several buckets, loss scaling, and nonfinite gradients at the step that measures."""
-    slow_down()
+    simulate_link()
     model = network(900)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     settings = CompressionSettings()
