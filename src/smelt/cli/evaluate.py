@@ -11,6 +11,7 @@ from smelt.data import TextData, load_data
 from smelt.measure.divergence import logit_divergence
 from smelt.measure.eval_result import EvalResult, meets_threshold
 from smelt.measure.evaluate import Data, measure_quality
+from smelt.measure.multiple_choice import check_normalization
 from smelt.measure.paired import compare
 from smelt.models.load import load
 from smelt.models.model import Model
@@ -27,6 +28,9 @@ MaxOption = Annotated[float | None, typer.Option("--max", help="Exit with 3 if t
 KvOption = Annotated[
     str | None, typer.Option("--kv-cache-dtype", help="Evaluate MODEL with this KV cache format; none: unquantized.")
 ]
+NormalizeOption = Annotated[
+    str | None, typer.Option("--normalize", help="For multiple choice: none (default), characters, bytes or tokens.")
+]
 LimitOption = Annotated[
     int | None, typer.Option("--limit", min=1, help="Use at most this many tokens of text, or rows.")
 ]
@@ -42,6 +46,7 @@ def run(
     text: Annotated[str | None, typer.Option(help="Column with the text.")] = None,
     pair: Annotated[str | None, typer.Option(help="Column with the second text.")] = None,
     label: Annotated[str | None, typer.Option(help="Column with the label.")] = None,
+    normalize: NormalizeOption = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens per window, for perplexity.")] = 1024,
     limit: LimitOption = None,
     kv: KvOption = None,
@@ -50,7 +55,11 @@ def run(
     json_file: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
-    settings: dict[str, Any] = {"metric": metric, "context": context, "limit": limit, "batch_size": batch_size}
+    settings: dict[str, Any] = {
+        "metric": metric, "normalize": normalize, "context": context, "limit": limit, "batch_size": batch_size
+    }  # fmt: skip
+    if normalize is not None:
+        check_normalization(normalize)
     loaded = load_data(data, text=text, pair=pair, label=label)
     with progress_bars() as progress:
         new = load(model, device=device)
@@ -107,6 +116,9 @@ def _show(model: str, quality: EvalResult, against: str | None, content: dict[st
     console.print(table(f"{quality.metric} on {quality.data}", ["model", quality.metric], rows))
     if settings:
         console.print(settings)
+    if quality.by_normalization is not None:
+        values = (f"{name} {format_metric(value)}" for name, value in quality.by_normalization.items())
+        console.print(f"{quality.metric} by normalization: {', '.join(values)}")
     if against is not None:
         for line in _comparison_lines(content):
             console.print(line)

@@ -16,7 +16,8 @@ class EvalResult:
 
     `items` holds one score per item, with the same direction as the metric: 1 or 0 for right or wrong, the mean
     negative log-likelihood of a window, or the closeness in rank. `weights` are the scored tokens per window.
-    Predictions, labels and logits are set if the metric uses them.
+    Predictions, labels and logits are set if the metric uses them; `by_normalization` is set by multiple choice: the
+    accuracy under every normalization.
     """
 
     metric: str
@@ -29,6 +30,7 @@ class EvalResult:
     labels: np.ndarray | None = None  # [items]
     logits: np.ndarray | None = None  # [items, labels]
     settings: dict[str, Any] = field(default_factory=dict)
+    by_normalization: dict[str, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain values, with the number of items instead of the items."""
@@ -39,6 +41,7 @@ class EvalResult:
             "data": self.data,
             "items": len(self.items),
             "settings": dict(self.settings),
+            **({"by_normalization": dict(self.by_normalization)} if self.by_normalization is not None else {}),
         }
 
 

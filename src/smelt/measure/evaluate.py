@@ -43,22 +43,27 @@ def measure_quality(
     data: Data,
     *,
     metric: str | None = None,
+    normalize: str | None = None,
     context: int,
     limit: int | None,
     batch_size: int,
     kv: str | None = None,
     progress: Progress | None = None,
 ) -> EvalResult:
-    """Evaluate with the settings of a recipe, of which `context` and `kv` matter for text only.
+    """Evaluate with the settings of a recipe: `context` and `kv` matter for text, `normalize` for multiple choice.
 
     The context is at most that of the model; `kv` overrides the KV cache format saved with the model.
     """
+    if normalize is not None and not isinstance(data, MultipleChoiceData):
+        raise DataError(f"A normalization is for multiple-choice rows; {data.name} holds {_NAMES[type(data)]}.")
     settings: dict[str, Any] = {"limit": limit, "batch_size": batch_size, "progress": progress or NullProgress()}
     if isinstance(data, TextData):
         max_context = getattr(model.network.config, "max_position_embeddings", context)
         settings |= {"context": min(context, max_context), "kv": kv}
     elif kv is not None:
         raise DataError("a KV cache format is evaluated on text, by perplexity; this data is not plain text.")
+    if normalize is not None:
+        settings["normalize"] = normalize
     return evaluate(model, data, metric=metric, **settings)
 
 

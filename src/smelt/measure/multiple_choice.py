@@ -1,6 +1,7 @@
 """Multiple choice: a language model picks the option with the highest likelihood after its context.
 
-By default the log-likelihood of an option is divided by its number of tokens, so that long options are not penalized.
+Longer options are less likely. One pass gives the accuracy under four normalizations of the log-likelihood: none (`acc`
+in lm-eval, and the default), by the option's characters (`acc_norm`), UTF-8 bytes (`acc_bytes`) or tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from smelt.measure.perplexity import cache_factory
 from smelt.models.model import Model
 from smelt.progress import NullProgress, Progress
 
-NORMALIZATIONS = ("tokens", "characters", "none")
+NORMALIZATIONS = ("none", "characters", "bytes", "tokens")
 
 
 @dataclass(frozen=True)
@@ -30,21 +31,23 @@ class Option:
 
     tokens: list[int]
     scored_from: int
-    characters: int
+    continuation: str
 
 
 def evaluate_multiple_choice(
     model: Model,
     data: MultipleChoiceData,
     *,
-    normalize: str = "tokens",
+    normalize: str = "none",
     batch_size: int = 16,
     limit: int | None = None,
     progress: Progress = NullProgress(),  # noqa: B008
 ) -> EvalResult:
-    """Return the accuracy: the fraction of (the first `limit`) items whose correct option is the most likely."""
-    if normalize not in NORMALIZATIONS:
-        raise DataError(f"There is no normalization '{normalize}': expected one of {', '.join(NORMALIZATIONS)}.")
+    """Return the accuracy: the fraction of (the first `limit`) items whose correct option is the most likely.
+
+    Predictions and the value are those of `normalize`; `by_normalization` holds the accuracy under each.
+    """
+    check_normalization(normalize)
     if model.task != "language" or model.tokenizer is None:
         raise DataError(
             f"{model.source or 'This model'} ({model.task}) cannot score options: a language model is required."
@@ -57,21 +60,33 @@ def evaluate_multiple_choice(
         for item in items
         for context, continuation in zip(item.contexts, item.continuations, strict=True)
     ]
-    likelihoods = _likelihoods(model, options, batch_size, progress) / _lengths(options, normalize)
+    likelihoods = _likelihoods(model, options, batch_size, progress)
     ends = np.cumsum([len(item.contexts) for item in items])
-    predictions = np.array([int(part.argmax()) for part in np.split(likelihoods, ends[:-1])])
+    predictions = {name: _most_likely(likelihoods / _lengths(options, name), ends) for name in NORMALIZATIONS}
     labels = np.array([item.gold for item in items])
-    correct = (predictions == labels).astype(np.float64)
+    correct = (predictions[normalize] == labels).astype(np.float64)
     return EvalResult(
         metric="accuracy",
         value=float(correct.mean()),
         higher_is_better=True,
         data=data.name,
         items=correct,
-        predictions=predictions,
+        predictions=predictions[normalize],
         labels=labels,
         settings={"normalize": normalize, "items": len(items)},
+        by_normalization={name: float((guesses == labels).mean()) for name, guesses in predictions.items()},
     )
+
+
+def check_normalization(name: str) -> None:
+    """Raise if there is no such normalization."""
+    if name not in NORMALIZATIONS:
+        raise DataError(f"There is no normalization '{name}': expected one of {', '.join(NORMALIZATIONS)}.")
+
+
+def _most_likely(scores: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Return the option of each item with the highest score; the first of equals. [items]"""
+    return np.array([int(part.argmax()) for part in np.split(scores, ends[:-1])])
 
 
 def _option(tokenizer: PreTrainedTokenizerBase, context: str, continuation: str, positions: int | None) -> Option:
@@ -83,7 +98,7 @@ def _option(tokenizer: PreTrainedTokenizerBase, context: str, continuation: str,
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(context_tokens, tokens, strict=False)))
     dropped = max(0, len(tokens) - positions) if positions is not None else 0
     # At least one token is scored, but never the first, which has no context.
-    return Option(tokens[dropped:], max(1, min(shared, len(tokens) - 1) - dropped), len(continuation))
+    return Option(tokens[dropped:], max(1, min(shared, len(tokens) - 1) - dropped), continuation)
 
 
 def _likelihoods(model: Model, options: list[Option], batch_size: int, progress: Progress) -> np.ndarray:
@@ -114,5 +129,7 @@ def _lengths(options: list[Option], normalize: str) -> np.ndarray:
     if normalize == "none":
         return np.ones(len(options))
     if normalize == "characters":
-        return np.array([option.characters for option in options])
+        return np.array([len(option.continuation) for option in options])
+    if normalize == "bytes":
+        return np.array([len(option.continuation.encode()) for option in options])
     return np.array([len(option.tokens) - option.scored_from for option in options])

@@ -13,6 +13,7 @@ from smelt.compression import methods as methods  # every method must be registe
 from smelt.compression.base import Method
 from smelt.config import json_schema, migrate_text, parse, read_yaml, renamed
 from smelt.errors import RecipeError
+from smelt.measure.multiple_choice import NORMALIZATIONS
 
 _MAX_COUNT = 10**9
 
@@ -45,13 +46,16 @@ class EvaluationSettings:
     text: str | None = None
     pair: str | None = None
     label: str | None = None
+    normalize: str | None = None  # of multiple choice: none (the default), characters, bytes or tokens
 
     def __post_init__(self) -> None:
         _check_counts("evaluate", context=self.context, limit=self.limit, batch_size=self.batch_size)
+        if self.normalize is not None and self.normalize not in NORMALIZATIONS:
+            raise RecipeError(f"evaluate: normalize is {self.normalize!r}; expected {', '.join(NORMALIZATIONS)}.")
 
     def options(self) -> dict[str, Any]:
         """Return how to evaluate, as keyword arguments of `measure_quality`."""
-        names = ("metric", "context", "limit", "batch_size")
+        names = ("metric", "normalize", "context", "limit", "batch_size")
         return {name: getattr(self, name) for name in names}
 
 
