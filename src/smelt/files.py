@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import json
+import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from smelt.errors import ResourceError
+from smelt.errors import ResourceError, SmeltError
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 def check_writable(path: Path) -> None:
@@ -72,6 +79,74 @@ def explain_disk_errors(path: Path) -> Iterator[None]:
             message = f"{path} could not be written: {error.strerror}; choose a writable folder."
             raise ResourceError(message) from error
         raise
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on the file `path`, which is created with its folder; refuse if another process holds it.
+
+    The kernel releases the lock when the process ends, however it ends. The holder may delete the file, also with its
+    folder: a process that opened the deleted file notices and creates a new one. Over NFS the lock is as good as
+    flock is there; on a file system without locks nothing is locked.
+    """
+    while True:
+        descriptor = _open_lock(path)
+        if descriptor is None:  # the folder was deleted since it was created
+            continue
+        try:
+            _lock(descriptor, path)
+            if not _is_current(descriptor, path):
+                continue
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            yield
+            return
+        finally:
+            os.close(descriptor)
+
+
+def _open_lock(path: Path) -> int | None:
+    with explain_disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    return None
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+        raise SmeltError(
+            f"{path.parent} is in use by {holder}; wait until it ends, or choose another folder."
+        ) from error
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+
+
+def _is_current(descriptor: int, path: Path) -> bool:
+    """Return whether the path still names the open file: its former holder may have deleted it."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def json_text(content: Any, *, ensure_ascii: bool = True) -> str:
+    """Return strict JSON: values that JSON cannot represent, NaN and infinity, become null."""
+    return json.dumps(_finite(content), indent=1, ensure_ascii=ensure_ascii, allow_nan=False) + "\n"
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, Mapping):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return content
 
 
 def _is_disk_full(error: Exception) -> bool:

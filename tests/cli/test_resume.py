@@ -136,25 +136,102 @@ def test_resuming_with_other_data_in_the_same_file_is_refused(
     arguments += ["--data", str(tmp_path / "text.txt")]
     assert forked(*arguments, moment=Moment("gradients-00000.safetensors")).code == KILLED
     (tmp_path / "text.txt").write_text(Path(place / "text.txt").read_text()[1000:])
-    smelt_here(*arguments, "--resume").refused("the data has changed")
+    smelt_here(*arguments, "--resume").refused("the calibration data has changed")
 
 
-def test_a_damaged_file_of_the_unfinished_run_is_named(
-    place: Place, smelt_here: Smelt, quick: None, stopped: Path, tmp_path: Path
+def test_resuming_with_other_weights_at_the_same_path_is_refused(
+    place: Place, forked: Forked, smelt_here: Smelt, quick: None, tmp_path: Path
 ) -> None:
-    out = unfinished(stopped, tmp_path)
-    names = ["run.json", "quality-before.json", "quality-before.safetensors", "step-0.json"]
+    """Before and after would come from different models."""
+    model = shutil.copytree(place / "llama", tmp_path / "model")
+    arguments = ["compress", str(model), "-r", place / "llama.yaml", "-o", str(tmp_path / "out"), "--no-speed"]
+    assert forked(*arguments, moment=Moment("quality-before.json")).code == KILLED
+    weights = model / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    smelt_here(*arguments, "--resume").refused("the source model has changed")
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert smelt_here(*arguments, "--resume").code == 0
+
+
+def test_resuming_with_another_evaluation_text_in_the_same_file_is_refused(
+    place: Place, forked: Forked, smelt_here: Smelt, quick: None, tmp_path: Path
+) -> None:
+    """Before and after would be measured on different texts."""
+    file, text = tmp_path / "test.txt", Path(place / "text.txt").read_text()
+    file.write_text(text)
+    arguments = ["compress", place / "llama", "-r", place / "llama.yaml", "-o", str(tmp_path / "out"), "--no-speed"]
+    arguments += ["--eval-data", str(file)]
+    assert forked(*arguments, moment=Moment("step-0.json")).code == KILLED
+    file.write_text(text[:-1] + "x")
+    smelt_here(*arguments, "--resume").refused("the evaluation data has changed")
+
+
+def test_damaged_pieces_are_computed_again(
+    place: Place, smelt_here: Smelt, quick: None, stopped: Path, whole: Path, tmp_path: Path
+) -> None:
+    """One flipped bit in each piece of the unfinished run."""
+    names = ["quality-before.json", "quality-before.safetensors", "step-0.json"]
     names += ["step-0/model.safetensors", "step-0/smelt.json", "step-0/config.json"]
-    arguments = ["compress", place / "llama", "-r", place / "llama.yaml", "-o", str(out), "--resume", "--no-speed"]
-    for name in names:
-        file = tmp_path / "out.partial" / name
-        content = file.read_bytes()
-        for damaged in (b"", content[: len(content) // 2]):
-            file.write_bytes(damaged)
-            smelt_here(*arguments).refused(str(file.parent))
-        file.write_bytes(content)
-    assert not out.exists()
-    assert smelt_here(*arguments).code == 0
+    for number, name in enumerate(names):
+        out = unfinished(stopped, tmp_path / str(number))
+        file = tmp_path / str(number) / "out.partial" / name
+        content = bytearray(file.read_bytes())
+        content[len(content) * 3 // 4] ^= 1
+        file.write_bytes(content[: len(content) // 2] if number % 2 else content)
+        done = smelt_here(
+            "compress", place / "llama", "-r", place / "llama.yaml", "-o", str(out), "--resume", "--no-speed"
+        )
+        assert done.code == 0 and "is damaged" in done.err, done
+        assert ("step 1 of 1" in done.err) == name.startswith("step"), done.err
+        assert same_bytes(out, whole)
+
+
+def test_a_damaged_manifest_is_named(place: Place, smelt_here: Smelt, stopped: Path, tmp_path: Path) -> None:
+    out = unfinished(stopped, tmp_path)
+    file = tmp_path / "out.partial" / "run.json"
+    content = file.read_text()
+    arguments = ["compress", place / "llama", "-r", place / "llama.yaml", "-o", str(out), "--resume"]
+    for damaged in ("", content[: len(content) // 2], content.replace("0.8", "0.7")):
+        file.write_text(damaged)
+        smelt_here(*arguments).refused(f"{file} of the unfinished run is damaged")
+    assert (tmp_path / "out.partial" / "step-0.json").exists()
+
+
+def test_two_runs_on_one_output(place: Place, forked: Forked, whole: Path, tmp_path: Path) -> None:
+    """One succeeds, the other is told in one sentence and destroys nothing."""
+    out = str(tmp_path / "out")
+    arguments = ["compress", place / "llama", "-r", place / "llama.yaml", "-o", out, "--no-speed"]
+    runs = [running.wait() for running in [forked.start(*arguments) for _ in range(3)]]
+    succeeded = [done for done in runs if done.code == 0]
+    assert len(succeeded) == 1, runs
+    for done in runs:
+        if done.code != 0:
+            done.refused("exists already" if "exists already" in done.err else "out.partial is in use by process ")
+    assert same_bytes(tmp_path / "out", whole)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_corrected_later_step_reuses_the_finished_ones(
+    place: Place, smelt_here: Smelt, quick: None, tmp_path: Path
+) -> None:
+    content = llama_recipe(place, repair="none")
+    content["steps"].append({"method": "magnitude", "budget": {"parameters": 0.9}, "max_sparsity": 0.001})
+    late = place.recipe("late.yaml", content)
+    content["steps"][1]["max_sparsity"] = 0.5
+    corrected = place.recipe("corrected.yaml", content)
+    arguments = ["compress", place / "llama", "-o", str(tmp_path / "out"), "--no-speed", "-r"]
+    done = smelt_here(*arguments, late)
+    done.refused("budget")
+    assert "finished steps are kept in" in done.err
+    done = smelt_here(*arguments, corrected, "--resume")
+    assert done.code == 0 and "step 1 of 2" not in done.err and "step 2 of 2" in done.err, done
+    assert (
+        smelt_here("compress", place / "llama", "-o", str(tmp_path / "whole"), "--no-speed", "-r", corrected).code == 0
+    )
+    assert same_bytes(tmp_path / "out", tmp_path / "whole")
 
 
 def test_an_unrelated_folder_at_the_work_path_is_not_touched(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -20,12 +19,12 @@ import numpy as np
 import torch
 
 from smelt.compression.base import Method, MethodContext
-from smelt.compression.checkpoint import Checkpoint
 from smelt.compression.recipe.batch import resolve_batch_size
 from smelt.compression.recipe.inputs import (
     calibration_batches,
     calibration_data,
     check_data,
+    data_fingerprint,
     evaluation_data,
     fingerprint,
     needs_data,
@@ -34,14 +33,16 @@ from smelt.compression.recipe.inputs import (
 from smelt.compression.recipe.plan import plan
 from smelt.compression.recipe.recipe import Recipe, parse_bytes
 from smelt.compression.recipe.record import Before, after_record, measure_size, run_record
+from smelt.compression.recipe.work_folder import WorkFolder
 from smelt.data import Batch
-from smelt.errors import BudgetError, ConfigError, DataError, RecipeError, SmeltError
-from smelt.files import atomic_folder, check_writable
+from smelt.errors import BudgetError, ConfigError, DataError, RecipeError
+from smelt.files import atomic_folder
+from smelt.fingerprint import hash_files, hash_folder
 from smelt.measure.eval_result import EvalResult
 from smelt.measure.evaluate import Data, measure_quality
 from smelt.measure.memory import PeakMemory
 from smelt.models.artifact import load_artifact, save_artifact
-from smelt.models.load import load, skeleton
+from smelt.models.load import load, resolve, skeleton
 from smelt.models.model import Model
 from smelt.models.verify import verify
 from smelt.progress import NullProgress, Progress
@@ -80,77 +81,43 @@ def compress(
     blocks are moved to the device one at a time.
     """
     folder = Path(folder)
-    run = _Run(source, recipe, folder, device, offload, progress or NullProgress(), say)
-    unfinished = run.find_unfinished(resume)
-    run.check()
-    model, batches, evaluation = run.inputs()
-    sentences = [model.generate(prompt) for prompt in samples or []]
-    run.open(unfinished, batches)
-    try:
-        before = run.before(model, evaluation, sentences)
-        steps = run.steps(model, batches)
-    except (BudgetError, ConfigError, DataError):
-        run.checkpoint.clear()  # resuming would only fail again
-        raise
-    run.finish(before, evaluation, steps, speed, samples or [])
+    work = WorkFolder(folder, source, say)
+    run = _Run(source, recipe, work, device, offload, progress or NullProgress(), say)
+    with work.locked():
+        unfinished = work.find_unfinished(run.identity, resume)
+        run.check()
+        weights = run.weights()
+        work.check_weights(unfinished, weights)
+        model, batches, evaluation = run.inputs()
+        sentences = [model.generate(prompt) for prompt in samples or []]
+        finished = work.open(unfinished, {**run.identity, **run.fingerprints(weights, batches, evaluation)})
+        try:
+            before = run.before(model, evaluation, sentences)
+            steps = run.steps(model, batches, finished)
+        except (BudgetError, ConfigError, DataError):
+            run.stop_early()
+            raise
+        run.finish(before, evaluation, steps, speed, samples or [])
     return CompressionResult(folder, run.model, run.record)
 
 
 class _Run:
     def __init__(
-        self, source: str, recipe: Recipe, folder: Path, device: str, offload: bool, progress: Progress, say: Say
+        self, source: str, recipe: Recipe, work: WorkFolder, device: str, offload: bool, progress: Progress, say: Say
     ) -> None:
-        self.source, self.recipe, self.folder, self.device = source, recipe, folder, device
+        self.source, self.recipe, self.folder, self.device = source, recipe, work.out, device
         self.weights_device = "cpu" if offload else device  # where the weights are
         resident = [step.name for step in recipe.steps if not step.offloads]
         if offload and resident:
             raise RecipeError(f"{resident[0]} needs the whole model on one device; remove --offload.")
         self.progress, self.say = progress, say
-        self.work = folder.with_name(folder.name + ".partial")
-        self.checkpoint = Checkpoint(self.work)
+        self.work, self.checkpoint = work, work.checkpoint
         self.record: dict[str, Any] = {}
         self.model: Model
 
-    def find_unfinished(self, resume: bool) -> dict[str, Any] | None:
-        """Return the identity of the interrupted run to resume, if any; refuse a folder that is in the way."""
-        check_writable(self.folder)
-        check_writable(self.work / "run.json")
-        if os.path.lexists(self.folder):
-            raise SmeltError(f"{self.folder} exists already; choose another folder or remove it.")
-        unfinished = self.checkpoint.load_facts("run")
-        if (
-            unfinished is None
-            and self.work.exists()
-            and any(not file.name.startswith(".") for file in self.work.iterdir())
-        ):
-            raise SmeltError(f"{self.work} exists and is not an unfinished run; remove it or choose another folder.")
-        if unfinished is None and resume:
-            raise SmeltError(f"there is nothing to resume at {self.work}; run without --resume to start.")
-        if unfinished is not None and not resume:
-            raise SmeltError(f"{self.work} holds an unfinished run; add --resume to continue it, or remove it.")
-        if unfinished is not None and {**self._identity(), "calibration": unfinished.get("calibration")} != unfinished:
-            raise SmeltError(f"{self.work} holds an unfinished run of something else; remove it, or repeat that run.")
-        return unfinished
-
-    def check(self) -> None:
-        """Check recipe, model configuration, data and resources before any weight is loaded."""
-        estimate = plan(self.source, self.recipe, self.folder)
-        if self.device == "cpu":
-            estimate.check()
-        check_data(self.recipe, Model(skeleton(self.source)))
-
-    def open(self, unfinished: dict[str, Any] | None, batches: list[Batch]) -> None:
-        """Start the work folder, or continue that of an interrupted run if its data has not changed."""
-        calibration = fingerprint(batches)
-        if unfinished is None:
-            self.checkpoint.save_facts("run", {**self._identity(), "calibration": calibration})
-        elif unfinished["calibration"] != calibration:
-            raise SmeltError(f"the data has changed since the unfinished run in {self.work}; remove it and start over.")
-        for leftover in (*self.work.glob("activations-*"), *self.work.glob(".*.tmp")):
-            shutil.rmtree(leftover, ignore_errors=True)
-
-    def _identity(self) -> dict[str, Any]:
-        """Return what must be unchanged to resume a run, as JSON returns it."""
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return what must be unchanged to resume a run, besides its inputs, as JSON returns it."""
         identity = {
             "recipe": self.recipe.to_json(),
             "source": self.source,
@@ -160,6 +127,35 @@ class _Run:
         }
         plain: dict[str, Any] = json.loads(json.dumps(identity))
         return plain
+
+    def check(self) -> None:
+        """Check recipe, model configuration, data and resources before any weight is loaded."""
+        estimate = plan(self.source, self.recipe, self.folder)
+        if self.device == "cpu":
+            estimate.check()
+        check_data(self.recipe, Model(skeleton(self.source)))
+
+    def weights(self) -> dict[str, str]:
+        """Return the hash of each file of the source model."""
+        path = resolve(self.source)
+        if path.is_file():
+            return hash_files({path.name: path}, cache=True, progress=self.progress)
+        return hash_folder(path, cache=True, progress=self.progress, follow_links=True)
+
+    def fingerprints(self, weights: dict[str, str], batches: list[Batch], evaluation: Data | None) -> dict[str, Any]:
+        """Return the fingerprints of all inputs, for the manifest of the run."""
+        return {
+            "weights": weights,
+            "calibration": fingerprint(batches),
+            "evaluation": None if evaluation is None else data_fingerprint(evaluation),
+        }
+
+    def stop_early(self) -> None:
+        """Keep what a corrected recipe can use; without a finished step, resuming would only fail again."""
+        if not self.work.has_finished_steps():
+            self.work.remove()
+            return
+        self.say(f"finished steps are kept in {self.work.path}; correct the later ones and add --resume")
 
     def inputs(self) -> tuple[Model, list[Batch], Data | None]:
         self.say(f"loading {self.source}")
@@ -181,19 +177,15 @@ class _Run:
             quality = self._checkpointed_quality("before", model, evaluation)
         return Before(measure_size(model, self.recipe), quality, sentences)
 
-    def steps(self, model: Model, batches: list[Batch]) -> list[dict[str, Any]]:
-        """Apply the steps, skipping those that an interrupted run finished."""
-        records = []
-        for position, step in enumerate(self.recipe.steps):
-            name = f"step-{position}"
-            done = self.checkpoint.load_facts(name)
-            if done is not None:
-                model = load_artifact(self.work / name, device=self.weights_device)
-                model.source = self.source
-            else:
-                self.say(f"step {position + 1} of {len(self.recipe.steps)}: {step.name}")
-                done = self._apply(step, model, batches, name)
-            records.append(done)
+    def steps(self, model: Model, batches: list[Batch], finished: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Apply the steps after those that an interrupted run finished."""
+        records = list(finished)
+        if records:
+            model = load_artifact(self.work.path / f"step-{len(records) - 1}", device=self.weights_device)
+            model.source = self.source
+        for position, step in list(enumerate(self.recipe.steps))[len(records) :]:
+            self.say(f"step {position + 1} of {len(self.recipe.steps)}: {step.name}")
+            records.append(self._apply(step, model, batches, f"step-{position}"))
         self.model = model
         return records
 
@@ -204,7 +196,7 @@ class _Run:
             progress=self.progress,
             checkpoint=self.checkpoint.inside(f"{name}-work"),
             memory_limit=None if self.recipe.memory_limit is None else parse_bytes(self.recipe.memory_limit),
-            folder=self.work,
+            folder=self.work.path,
             device=torch.device(self.device) if self.weights_device != self.device else None,
         )
         torch.manual_seed(self.recipe.seed)
@@ -225,10 +217,11 @@ class _Run:
             "few_tokens": facts.pop("few_tokens", []),
             "facts": facts,
         }
-        if not (self.work / name).exists():
-            with atomic_folder(self.work / name) as temporary:
-                save_artifact(model, temporary)
-        self.checkpoint.save_facts(name, record)
+        folder = self.work.path / name
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before the record of the step
+        with atomic_folder(folder) as temporary:
+            save_artifact(model, temporary)
+        self.checkpoint.save_facts(name, {"record": record, "files": hash_folder(folder)})
         context.checkpoint.clear()
         return record
 
@@ -246,13 +239,13 @@ class _Run:
         self.record = run_record(self.source, self.folder.name, self.recipe, before, after, steps, self.model, prompts)
         self.say("saving, and reloading in a clean process")
         del base
-        with atomic_folder(self.folder, inside=self.work) as temporary:
+        with atomic_folder(self.folder, inside=self.work.path) as temporary:
             save_artifact(self.model, temporary, {"recipe": self.recipe.to_json(), **after.reproducible})
             verify(self.model, temporary)
             (temporary / "measurements.json").write_text(json.dumps(self.record, indent=1) + "\n")
             write_report(self.record, temporary / "report.html")
         self.model.source = str(self.folder)
-        shutil.rmtree(self.work, ignore_errors=True)
+        self.work.remove()
 
     def _checkpointed_quality(self, name: str, model: Model, data: Data) -> EvalResult:
         """Measure, or return the measurement of the interrupted run."""
