@@ -87,12 +87,9 @@ def test_perplexity_counts_tokens() -> None:
     assert result.difference == pytest.approx(result.new - result.base)
     assert [change.item for change in result.worst] == [1, 0]
     assert result.verdict == "worse" and result.mcnemar is None and result.flips is None
-    # Resamples have only the first window (a quarter), both (half), or only the second.
-    assert result.ratio_interval == pytest.approx((math.exp(0.5), math.exp(6)))
-    assert compare(*pair, resamples=500, confidence=0.1).ratio_interval == pytest.approx((result.ratio, result.ratio))
 
 
-@pytest.mark.parametrize("metric", ["accuracy", "f1", "matthews", "spearman", "pearson"])
+@pytest.mark.parametrize("metric", ["f1", "matthews", "spearman", "pearson"])
 def test_each_resample_is_the_metric_itself(metric: str) -> None:
     generator = np.random.default_rng(2)
     labels = generator.integers(0, 3, 80)

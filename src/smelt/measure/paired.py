@@ -1,14 +1,13 @@
 """Paired comparison of two models on the same items: the difference and its confidence interval.
 
-The interval is a paired bootstrap over the items. Its percentiles are widened for small samples (Hesterberg 2015, "What
-Teachers Should Know About the Bootstrap"). McNemar's exact test uses the items that only one of the two models got
+The interval of accuracy is a score interval, that of perplexity a block bootstrap, and that of other metrics a
+bootstrap over the items (`intervals.py`). McNemar's exact test uses the items that only one of the two models got
 right.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,10 +17,9 @@ from scipy.special import log_softmax
 
 from smelt.errors import DataError
 from smelt.measure.eval_result import EvalResult
-from smelt.measure.metrics import METRICS
+from smelt.measure.intervals import Quantile, discordant, paired_quantiles
 
 _NUM_WORST = 10
-_COUNTS_PER_CHUNK = 2**21
 
 
 @dataclass(frozen=True)
@@ -48,6 +46,8 @@ class PairedComparison:
     ratio: float | None
     ratio_interval: tuple[float, float] | None
     confidence: float
+    method: str  # of the interval
+    block_length: int | None  # neighboring items resampled together, for perplexity
     resamples: int
     seed: int
     gained: int | None  # items only the new model got right
@@ -61,6 +61,8 @@ class PairedComparison:
     def verdict(self) -> str:
         """The verdict at this confidence: better, worse, or no clear difference."""
         low, high = self.interval
+        if math.isnan(low) or math.isnan(high):  # a score that is not a number is never an improvement
+            return "worse"
         if low <= 0 <= high:
             return "no clear difference"
         return "better" if (low > 0) == self.higher_is_better else "worse"
@@ -80,7 +82,7 @@ def compare(
 ) -> PairedComparison:
     """Compare two measurements of the same metric on the same items."""
     _check_pair(new, base, confidence, resamples)
-    differences, ratios = _bootstrap(new, base, resamples, seed)
+    quantiles = paired_quantiles(new, base, resamples, seed)
     gained, lost = _discordant(new, base)
     perplexities = new.metric == "perplexity"
     return PairedComparison(
@@ -91,10 +93,12 @@ def compare(
         new=new.value,
         base=base.value,
         difference=new.value - base.value,
-        interval=_interval(differences, len(new.items), confidence),
+        interval=_interval(quantiles.difference, confidence),
         ratio=new.value / base.value if perplexities else None,
-        ratio_interval=_interval(ratios, len(new.items), confidence) if ratios is not None else None,
+        ratio_interval=None if quantiles.ratio is None else _interval(quantiles.ratio, confidence),
         confidence=confidence,
+        method=quantiles.method,
+        block_length=quantiles.block_length,
         resamples=resamples,
         seed=seed,
         gained=gained,
@@ -133,43 +137,9 @@ def _equal_or_none(first: np.ndarray | None, second: np.ndarray | None) -> bool:
     return np.array_equal(first, second)
 
 
-def _bootstrap(new: EvalResult, base: EvalResult, resamples: int, seed: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the difference in each resample and, for perplexity, the ratio. [resamples]"""
-    differences, ratios = [], []
-    for counts in _sample_counts(len(new.items), resamples, seed):
-        values, references = _values(new, counts), _values(base, counts)
-        differences.append(values - references)
-        ratios.append(values / references if new.metric == "perplexity" else None)
-    joined = None if ratios[0] is None else np.concatenate([ratio for ratio in ratios if ratio is not None])
-    return np.concatenate(differences), joined
-
-
-def _sample_counts(items: int, resamples: int, seed: int) -> Iterator[np.ndarray]:
-    """Yield how often each item occurs in each resample, in chunks of resamples. [resamples, items]"""
-    generator = np.random.Generator(np.random.PCG64(seed))
-    step = max(1, _COUNTS_PER_CHUNK // items)
-    for start in range(0, resamples, step):
-        rows = min(step, resamples - start)
-        sampled = generator.integers(0, items, (rows, items)) + items * np.arange(rows)[:, None]
-        yield np.bincount(sampled.ravel(), minlength=rows * items).reshape(rows, items).astype(np.float64)
-
-
-def _values(quality: EvalResult, counts: np.ndarray) -> np.ndarray:
-    """Return the metric in each resample. [resamples]"""
-    if quality.metric == "perplexity":
-        assert quality.weights is not None
-        return np.exp(counts @ (quality.weights * quality.items) / (counts @ quality.weights))
-    return METRICS[quality.metric](quality.predictions, quality.labels, counts)
-
-
-def _interval(values: np.ndarray, items: int, confidence: float) -> tuple[float, float]:
-    """Return the percentile interval, widened by the ratio of Student's t to normal quantiles."""
-    if items < 2:
-        return -math.inf, math.inf
+def _interval(quantile: Quantile, confidence: float) -> tuple[float, float]:
     tail = (1 - confidence) / 2
-    tail = float(stats.norm.cdf(math.sqrt(items / (items - 1)) * stats.t.ppf(tail, items - 1)))
-    low, high = np.quantile(values, [tail, 1 - tail])
-    return float(low), float(high)
+    return quantile(tail), quantile(1 - tail)
 
 
 def _correct_predictions(quality: EvalResult) -> np.ndarray | None:
@@ -180,10 +150,11 @@ def _correct_predictions(quality: EvalResult) -> np.ndarray | None:
 
 
 def _discordant(new: EvalResult, base: EvalResult) -> tuple[int | None, int | None]:
-    right, right_before = _correct_predictions(new), _correct_predictions(base)
-    if right is None or right_before is None:
+    """Return the gained and lost items, or None if the metric has no correct predictions."""
+    if _correct_predictions(new) is None or _correct_predictions(base) is None:
         return None, None
-    return int((right & ~right_before).sum()), int((right_before & ~right).sum())
+    lost, gained = discordant(new, base)
+    return gained, lost
 
 
 def _flips(new: EvalResult, base: EvalResult) -> float | None:

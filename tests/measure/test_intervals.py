@@ -1,0 +1,135 @@
+"""Confidence quantiles: the block bootstrap and the score interval against formulas, and their coverage."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import optimize, stats
+
+from smelt.measure.bootstrap import automatic_block_length, long_run_error, sample_counts
+from smelt.measure.eval_result import EvalResult
+from smelt.measure.intervals import paired_quantiles, score_quantile
+from smelt.measure.metrics import METRICS
+
+
+def autoregression(generator: np.random.Generator, items: int, correlation: float) -> np.ndarray:
+    """A first-order autoregression with unit variance. [items]"""
+    series = generator.normal(size=items)
+    for position in range(1, items):
+        series[position] = correlation * series[position - 1] + math.sqrt(1 - correlation**2) * series[position]
+    return series
+
+
+def windowed(items: np.ndarray) -> EvalResult:
+    return EvalResult("perplexity", math.exp(items.mean()), False, "text", items, weights=np.full(len(items), 511.0))
+
+
+def classified(predictions: np.ndarray, labels: np.ndarray, metric: str = "accuracy") -> EvalResult:
+    value = float(METRICS[metric](predictions, labels))
+    items = (predictions == labels).astype(float)
+    return EvalResult(metric, value, True, "data", items, predictions=predictions, labels=labels)
+
+
+@pytest.mark.parametrize("block_length", [1, 4, 7])
+def test_block_resamples_have_the_variance_of_the_formula(block_length: int) -> None:
+    """Of n / b blocks on a circle: the Bartlett-weighted circular autocovariances (n = 28 is a multiple of b)."""
+    series = autoregression(np.random.default_rng(0), 28, 0.6)
+    counts = np.concatenate(list(sample_counts(28, 40_000, 1, block_length)))
+    assert (counts.sum(axis=1) == 28).all()
+    centered = series - series.mean()
+    covariances = [(centered * np.roll(centered, lag)).mean() for lag in range(block_length)]
+    expected = covariances[0] + 2 * sum((1 - lag / block_length) * covariances[lag] for lag in range(1, block_length))
+    assert (counts @ series / 28).var() == pytest.approx(expected / 28, rel=0.05)
+
+
+def test_the_last_block_is_cut() -> None:
+    assert all((counts.sum(axis=1) == 29).all() for counts in sample_counts(29, 50, 0, 7))
+
+
+@pytest.mark.parametrize("correlation", [0.3, 0.7])
+def test_the_block_length_approaches_the_optimum_of_an_autoregression(correlation: float) -> None:
+    series = autoregression(np.random.default_rng(2), 20_000, correlation)
+    optimum = (1.5 * (2 * correlation / (1 - correlation**2)) ** 2 * 20_000) ** (1 / 3)
+    assert automatic_block_length(series) == pytest.approx(optimum, rel=0.2)
+
+
+def test_block_lengths_of_odd_series() -> None:
+    noise = np.random.default_rng(3).normal(size=(50, 400))
+    assert np.median([automatic_block_length(row) for row in noise]) <= 2
+    assert 10 <= automatic_block_length(np.arange(60.0)) <= 20  # a trend: at most a third of the items
+    for series in (np.zeros(50), np.array([1.0, 2.0]), np.full(50, math.nan), np.tile([1.0, -1.0], 30)):
+        assert automatic_block_length(series) >= 1
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5])
+def test_the_long_run_error_is_that_of_the_mean(correlation: float) -> None:
+    generator = np.random.default_rng(4)
+    errors = [long_run_error(autoregression(generator, 400, correlation))[0] ** 2 for _ in range(200)]
+    assert np.mean(errors) == pytest.approx((1 + correlation) / (1 - correlation) / 400, rel=0.1)
+
+
+@pytest.mark.parametrize(("gained", "lost", "items"), [(0, 0, 100), (3, 1, 60), (0, 5, 200), (40, 55, 872), (7, 7, 20)])
+@pytest.mark.parametrize("level", [0.025, 0.05, 0.95, 0.975])
+def test_the_score_bound_inverts_the_score_test(gained: int, lost: int, items: int, level: float) -> None:
+    """At the bound, the observed change is as many constrained standard errors away as the critical value."""
+    bound = score_quantile(gained, lost, items, level)
+
+    def loss(losing: float) -> float:  # negative log-likelihood of the trinomial with this change of accuracy
+        chances = np.array([losing + bound, losing, 1 - 2 * losing - bound])
+        counts = np.array([gained, lost, items - gained - lost])
+        return float(-np.sum(counts * np.log(np.maximum(chances, 1e-300))))
+
+    lowest, highest = max(0.0, -bound), min(1.0, (1 - bound) / 2)
+    losing = optimize.minimize_scalar(loss, bounds=(lowest, highest), method="bounded", options={"xatol": 1e-12}).x
+    error = math.sqrt((2 * losing + bound - bound**2) / items)
+    assert (bound - (gained - lost) / items) / error == pytest.approx(stats.t.ppf(level, items - 1), rel=1e-3)
+
+
+def test_nothing_changed_is_no_proof_in_few_items() -> None:
+    labels = np.arange(100) % 2
+    for metric in ("accuracy", "f1", "matthews"):
+        same = classified(labels, labels, metric)
+        quantiles = paired_quantiles(same, same, 100, 0)
+        assert -0.08 < quantiles.difference(0.05) < -0.01 and quantiles.difference(0.95) > 0.01
+
+
+def coverage(correlation: float, windows: int, replicates: int, generator: np.random.Generator) -> tuple[float, float]:
+    """Return how often the interval of the ratio covers the truth, and how often its one-sided bound is below it."""
+    covered = accepted = 0
+    for seed in range(replicates):
+        base = 3 + 0.4 * autoregression(generator, windows, correlation)
+        pair = windowed(base + 0.01 + 0.03 * autoregression(generator, windows, correlation)), windowed(base)
+        ratio = paired_quantiles(*pair, resamples=400, seed=seed).ratio
+        assert ratio is not None
+        covered += ratio(0.025) <= math.exp(0.01) <= ratio(0.975)
+        accepted += ratio(0.95) < math.exp(0.01)
+    return covered / replicates, accepted / replicates
+
+
+@pytest.mark.parametrize(("correlation", "windows"), [(0.0, 40), (0.5, 40), (0.5, 160)])
+def test_correlated_windows_are_covered(correlation: float, windows: int) -> None:
+    """Resampling single windows covers 0.75 at a correlation of 0.5; the standard deviation of 400 is 0.011."""
+    covered, accepted = coverage(correlation, windows, 400, np.random.default_rng(5))
+    assert 0.92 <= covered <= 0.98
+    assert accepted <= 0.08
+
+
+def test_few_changed_items_are_covered() -> None:
+    """Two lost items of 200 are expected. The drop is below the bound of a plain bootstrap in 13 % of the cases."""
+    generator = np.random.default_rng(6)
+    accepted = 0
+    for _ in range(400):
+        lost = int(generator.binomial(200, 0.01))
+        accepted += -score_quantile(0, lost, 200, 0.05) < 0.01
+    assert accepted == 0
+
+
+def test_values_that_are_not_numbers_have_no_bounds() -> None:
+    base = windowed(np.linspace(2, 3, 20))
+    for value in (math.nan, math.inf):
+        broken = windowed(np.where(np.arange(20) == 3, value, base.items))
+        quantiles = paired_quantiles(broken, base, 50, 0)
+        assert quantiles.ratio is not None
+        assert math.isnan(quantiles.difference(0.95)) and math.isnan(quantiles.ratio(0.95))
