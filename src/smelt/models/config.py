@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import transformers
+import huggingface_hub.constants
 from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from smelt.errors import ModelError
 from smelt.models.json_file import one_line, read_object
+from smelt.models.model_types import LOADABLE_TYPES
 
 # Keys that name code, kernels, files or machines instead of describing the network.
 _INSTRUCTIONS = {
@@ -24,14 +26,23 @@ _INSTRUCTIONS = {
     "fusion_config",
     "transformers_weights",
 }
+# The objects that configs of loadable types contain. Any other may be the config of a second model.
+_OBJECTS = {
+    *("id2label", "label2id", "per_layer_config", "pruned_heads", "rope_parameters", "rope_scaling"),
+    "task_specific_params",
+}
 _DTYPES = {"float32", "float16", "bfloat16", "float64"}
+_MAX_LIST = 1_000  # entries of a list of sizes, and of blocks that such a list describes
+_MAX_EXPERTS = 2**15  # of all layers: each becomes a module
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 # The largest accepted value of each size, far above any existing model.
 _MAX_SIZES = {
-    **dict.fromkeys(["num_hidden_layers", "num_layers", "n_layer", "n_layers", "depths"], 1_000),
+    **dict.fromkeys([*_LAYER_COUNTS, "depths"], 1_000),
     **dict.fromkeys(["encoder_layers", "decoder_layers"], 1_000),
     **dict.fromkeys(["num_attention_heads", "num_key_value_heads", "num_heads", "n_head", "n_heads"], 2**12),
-    **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts"], 2**12),
+    **dict.fromkeys(_EXPERT_COUNTS, 2**12),
     **dict.fromkeys(["hidden_size", "hidden_sizes", "n_embd", "d_model", "dim", "embedding_size", "head_dim"], 2**20),
     **dict.fromkeys(["intermediate_size", "n_inner", "ffn_dim", "hidden_dim", "word_embed_proj_dim"], 2**20),
     **dict.fromkeys(["moe_intermediate_size"], 2**20),
@@ -63,6 +74,34 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+class _Offline:
+    """Counts the threads that are inside `hub_offline`."""
+
+    lock = threading.Lock()
+    users = 0
+    before = False
+
+
+@contextmanager
+def hub_offline() -> Iterator[None]:
+    """Make every request to the hub fail, from any thread.
+
+    Around each call in which transformers reads untrusted values: whatever they name is not fetched.
+    """
+    with _Offline.lock:
+        if not _Offline.users:
+            _Offline.before = huggingface_hub.constants.HF_HUB_OFFLINE
+            huggingface_hub.constants.HF_HUB_OFFLINE = True
+        _Offline.users += 1
+    try:
+        yield
+    finally:
+        with _Offline.lock:
+            _Offline.users -= 1
+            if not _Offline.users:
+                huggingface_hub.constants.HF_HUB_OFFLINE = _Offline.before
+
+
 def read_config(folder: Path) -> PreTrainedConfig:
     """Read config.json of a folder in Hugging Face format, without its compressed-tensors `quantization_config`."""
     if not (folder / "config.json").is_file():
@@ -88,16 +127,17 @@ def config_from(values: dict[str, Any], where: str) -> PreTrainedConfig:
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
         raise ModelError(f"{where} has no model_type, so the architecture is unknown.")
-    if model_type not in CONFIG_MAPPING:
+    if model_type not in LOADABLE_TYPES or model_type not in CONFIG_MAPPING:
         raise ModelError(
-            f"{where} has the model_type {model_type!r:.80}, which transformers {transformers.__version__} does not "
-            "support; Smelt never runs code that comes with a model."
+            f"{where} has the model_type {model_type!r:.80}, which Smelt does not load: it builds only types that "
+            "bring no second model, and never runs code that comes with a model."
         )
     if values.get("quantization_config"):
         raise ModelError(f"{where} describes an already quantized model; use the unquantized one.")
     try:
         _check_sizes(values, where, minimum=1)
-        with quiet_transformers():
+        _check_counts(values, where)
+        with quiet_transformers(), hub_offline():
             return CONFIG_MAPPING[model_type].from_dict(_without_instructions(values))
     except ModelError:
         raise
@@ -107,25 +147,42 @@ def config_from(values: dict[str, Any], where: str) -> PreTrainedConfig:
 
 def _check_sizes(values: dict[str, Any], where: str, minimum: int) -> None:
     for key, value in values.items():
-        if isinstance(value, dict):
-            # Sizes of a single layer may be 0 after pruning; those of the network may not.
-            _check_sizes(value, where, minimum=0 if key == "per_layer_config" else minimum)
-        elif key in _MAX_SIZES:
+        if key in _MAX_SIZES:
             for size in value if isinstance(value, list) else [value]:
                 if size is not None and not (type(size) is int and minimum <= size <= _MAX_SIZES[key]):
                     limits = f"{minimum} to {_MAX_SIZES[key]}"
                     raise ModelError(f"{where} has {key} = {value!r:.80}; a whole number from {limits} is expected.")
+        elif isinstance(value, dict):
+            # Sizes of a single layer may be 0 after pruning; those of the network may not.
+            _check_sizes(value, where, minimum=0 if key == "per_layer_config" else minimum)
 
 
-def _without_instructions(values: dict[str, Any]) -> dict[str, Any]:
-    """Drop private fields and instructions, recursively."""
+def _check_counts(values: dict[str, Any], where: str) -> None:
+    """Check the number of modules, each of which costs time and memory even on the meta device."""
+    for key, value in values.items():
+        if key not in _MAX_SIZES or not isinstance(value, list):
+            continue
+        if len(value) > _MAX_LIST or (key == "depths" and sum(size or 0 for size in value) > _MAX_LIST):
+            raise ModelError(f"{where} has a {key} that describes more than {_MAX_LIST} layers.")
+    layers = max((values[key] for key in _LAYER_COUNTS if isinstance(values.get(key), int)), default=1)
+    experts = max((values[key] for key in _EXPERT_COUNTS if isinstance(values.get(key), int)), default=0)
+    if layers * experts > _MAX_EXPERTS:
+        raise ModelError(f"{where} describes {layers * experts} experts; at most {_MAX_EXPERTS} are accepted.")
+
+
+def _without_instructions(values: dict[str, Any], nested: bool = False) -> dict[str, Any]:
+    """Drop private fields, instructions and the configs of other models, recursively."""
     kept: dict[str, Any] = {}
     for key, value in values.items():
-        if key.startswith("_") or key in _INSTRUCTIONS:
+        if key.startswith("_") or key in _INSTRUCTIONS or "backbone" in key:
             continue
         if key in ("dtype", "torch_dtype") and str(value) not in _DTYPES:
             continue
-        kept[key] = _without_instructions(value) if isinstance(value, dict) else value
+        if isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+            continue
+        if isinstance(value, dict) and not nested and key not in _OBJECTS:
+            continue
+        kept[key] = _without_instructions(value, nested=True) if isinstance(value, dict) else value
     return kept
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from smelt.errors import ModelError
-from smelt.models.config import quiet_transformers
+from smelt.models.config import hub_offline, quiet_transformers
 from smelt.models.experts import split_experts
 from smelt.models.json_file import one_line
 
@@ -36,7 +36,7 @@ _HARMLESS_WHEN_MISSING = "pooler."
 def empty_network(config: PreTrainedConfig, where: str, device: str = "meta") -> PreTrainedModel:
     """Build the network that the config describes, by default on the meta device (no memory allocated)."""
     try:
-        with torch.device(device), quiet_transformers():
+        with torch.device(device), quiet_transformers(), hub_offline():
             return split_experts(_auto_class(config).from_config(config, trust_remote_code=False))
     except Exception as error:  # a third-party constructor may raise anything on untrusted values
         raise ModelError(
@@ -92,7 +92,7 @@ def fill_network(empty: PreTrainedModel, tensors: dict[str, Tensor], dtype: torc
     """Load tensors into the network, in eval mode. transformers gets only names and tensors, no file."""
     try:
         # Tensors that a file may lack are initialized randomly; a fixed seed makes that deterministic.
-        with quiet_transformers(), torch.random.fork_rng(devices=[]):
+        with quiet_transformers(), hub_offline(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             network, report = type(empty).from_pretrained(
                 None,

@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from smelt.errors import ModelError
-from smelt.models.config import quiet_transformers, read_config
+from smelt.models.config import hub_offline, quiet_transformers, read_config
 from smelt.models.json_file import one_line
 
 TOKENIZER_FILES = [
@@ -25,7 +25,7 @@ def load_tokenizer(folder: Path, config: PreTrainedConfig) -> PreTrainedTokenize
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
     try:
-        with quiet_transformers():
+        with quiet_transformers(), hub_offline():
             return AutoTokenizer.from_pretrained(
                 str(folder), config=config, local_files_only=True, trust_remote_code=False
             )

@@ -18,7 +18,9 @@ from smelt.models.json_file import one_line, parse_object, read_object
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_MAX_HEADER_BYTES = 100 * 10**6
+_MAX_HEADER_BYTES = 32 * 2**20  # about 200,000 tensors
+_MAX_SHARDS = 2**12
+_MAX_TENSORS = 2**20  # in all shards
 _MAX_RANK = 16
 
 _BYTES_OF_DTYPE = {
@@ -57,11 +59,15 @@ def check_safetensors(path: Path) -> dict[str, TensorHeader]:
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Return the header's entries and the number of bytes after it."""
     try:
+        if not path.is_file():  # opening a named pipe would block
+            raise ModelError(f"{path} is missing or not a regular file.")
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
+            if size < 8 or length > size - 8:
                 raise ModelError(f"{path} is not a safetensors file or is cut off: its header does not fit into it.")
+            if length > _MAX_HEADER_BYTES:
+                raise ModelError(f"{path} has a header of {length} bytes; at most {_MAX_HEADER_BYTES} are accepted.")
             raw = file.read(length)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
@@ -125,14 +131,18 @@ def _indexed_files(folder: Path) -> list[Path]:
     weight_map = read_object(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{folder / INDEX} has no weight_map that says which file holds which tensor.")
-    names = list(weight_map.values())
+    # Values may be lists or objects, which cannot be in a set.
+    names = {name if isinstance(name, str) else None for name in weight_map.values()}
+    if len(names) > _MAX_SHARDS:
+        raise ModelError(f"{folder / INDEX} names {len(names)} files; at most {_MAX_SHARDS} are accepted.")
     for name in names:
         # Plain file names only: an index must not point outside its folder.
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ModelError(f"{folder / INDEX} names {_quote(name)}, which is not a safetensors file in this folder.")
+            quoted = "something else than text" if name is None else f"{name!r:.100}"
+            raise ModelError(f"{folder / INDEX} names {quoted}, which is not a safetensors file in this folder.")
         if not (folder / name).is_file():
-            raise ModelError(f"{folder / INDEX} names {name}, which is missing.")
-    return [folder / name for name in sorted(set(names))]
+            raise ModelError(f"{folder / INDEX} names {name!r:.100}, which is missing.")
+    return [folder / name for name in sorted(map(str, names))]
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
@@ -143,6 +153,8 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
             if name in headers:
                 raise ModelError(f"{folder}: tensor {name!r:.200} is in more than one file.")
             headers[name] = header
+        if len(headers) > _MAX_TENSORS:
+            raise ModelError(f"{folder} holds more than {_MAX_TENSORS} tensors.")
     return headers
 
 

@@ -21,7 +21,8 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_TENSORS = 2**16
 _MAX_METADATA_KEYS = 2**12
-_MAX_STRINGS = 2**20  # per array; the largest vocabularies and merge lists have half as many
+_MAX_STRINGS = 2**20  # in all arrays; the largest vocabularies and merge lists together have three quarters of that
+_MAX_TEXT_BYTES = 2**26  # of all strings; large vocabularies, merge lists and templates have a quarter of that
 _MAX_DIMENSIONS = 4
 _MAX_ALIGNMENT = 2**16
 
@@ -69,22 +70,26 @@ class _Cursor:
     """A bounds-checked reader of the file's bytes."""
 
     def __init__(self, data: Bytes):
-        self.data = data
+        self.data = memoryview(data)  # type: ignore[arg-type]  # slices of it are much cheaper than NumPy's
         self.position = 0
+        self.strings_left, self.text_bytes_left = _MAX_STRINGS, _MAX_TEXT_BYTES
 
-    def take(self, count: int) -> Bytes:
+    def take(self, count: int) -> memoryview:
         if count > len(self.data) - self.position:
             raise _DamagedFileError("it is cut off, or a length in it is wrong")
         self.position += count
         return self.data[self.position - count : self.position]
 
     def number(self, layout: str) -> Any:
-        return struct.unpack(layout, self.take(struct.calcsize(layout)).tobytes())[0]
+        return struct.unpack(layout, self.take(struct.calcsize(layout)))[0]
 
     def text(self) -> str:
-        raw = self.take(self.number("<Q")).tobytes()
+        raw = self.take(self.number("<Q"))
+        self.text_bytes_left -= len(raw)
+        if self.text_bytes_left < 0:
+            raise _DamagedFileError(f"its strings have more than {_MAX_TEXT_BYTES} bytes")
         try:
-            return raw.decode("utf-8")
+            return str(raw, "utf-8")
         except UnicodeDecodeError:
             raise _DamagedFileError("a string in it is not UTF-8") from None
 
@@ -144,12 +149,14 @@ def _read_array(cursor: _Cursor) -> Any:
     """Read a list of strings or a NumPy view of numbers. Nested arrays are not supported."""
     element_type = cursor.number("<I")
     if element_type == _STRING:
-        return [cursor.text() for _ in range(cursor.count(_MAX_STRINGS, "strings in an array"))]
+        length = cursor.count(cursor.strings_left, "strings in arrays")
+        cursor.strings_left -= length
+        return [cursor.text() for _ in range(length)]
     if element_type not in _SCALARS:
         raise _DamagedFileError(f"an array in its metadata has elements of the unsupported type {element_type}")
     layout = np.dtype(_SCALARS[element_type])
     length = int(cursor.number("<Q"))
-    return cursor.take(length * layout.itemsize).view(layout)
+    return np.asarray(cursor.take(length * layout.itemsize)).view(layout)
 
 
 def _alignment(metadata: dict[str, Any]) -> int:

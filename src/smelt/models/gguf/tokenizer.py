@@ -16,6 +16,7 @@ from smelt.models.json_file import one_line
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 _MAX_TOKEN_LENGTH = 256  # characters; SentencePiece tokens have a few dozen at most
+_MAX_CHARACTERS = 2**22  # of all SentencePiece tokens, since each position is a possible split; Gemma has 1.7 million
 
 # The pre-tokenization patterns of Llama 3 and Qwen 2, which differ only in the number of digits per token.
 _WORDS = (
@@ -146,6 +147,8 @@ def _merges_from_scores(vocabulary: _Vocabulary) -> Iterator[tuple[str, str]]:
     scores = vocabulary.metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, np.ndarray) or len(scores) != len(vocabulary.tokens):
         raise ModelError("has a tokenizer without one score per token.")
+    if sum(map(len, vocabulary.tokens)) > _MAX_CHARACTERS:
+        raise ModelError(f"has a vocabulary of more than {_MAX_CHARACTERS} characters.")
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
     normal = [index for index, token_type in enumerate(vocabulary.token_types) if token_type == NORMAL]
     for index in sorted(normal, key=lambda index: -scores[index]):
