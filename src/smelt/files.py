@@ -97,8 +97,9 @@ def locked(path: Path) -> Iterator[None]:
             _lock(descriptor, path)
             if not _is_current(descriptor, path):
                 continue
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            with suppress(OSError):  # on a full disk the holder stays unnamed
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
             yield
             return
         finally:

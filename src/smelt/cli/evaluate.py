@@ -64,6 +64,7 @@ def run(
     with progress_bars() as progress:
         new = load(model, device=device)
         quality = measure_quality(new, loaded, **settings, kv=kv, progress=progress)
+        quality.check_finite(model)
         kv_format = kv or (str(new.kv) if new.kv else None)
         content: dict[str, Any] = {
             "model": model,
@@ -98,6 +99,7 @@ def _compare_with(
 ) -> dict[str, Any]:  # fmt: skip
     base = load(base_name, device=device)
     base_quality = measure_quality(base, data, **settings, progress=progress)
+    base_quality.check_finite(base_name)
     comparison = compare(quality, base_quality, seed=seed)
     content = {"against": base_name, "base_quality": base_quality.to_json(), "comparison": comparison.to_json()}
     if isinstance(data, TextData):

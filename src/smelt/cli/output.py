@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from smelt.errors import SmeltError
-from smelt.files import check_writable, write_atomically
+from smelt.files import check_writable, json_text, write_atomically
 
 
 def _json_path(path: Path | None) -> Path | None:
@@ -63,4 +62,4 @@ def table(title: str, headings: list[str], rows: list[list[str]]) -> Table:
 
 def write_json(path: Path | None, content: Any) -> None:
     if path is not None:
-        write_atomically(path, lambda temporary: temporary.write_text(json.dumps(content, indent=1) + "\n"))
+        write_atomically(path, lambda temporary: temporary.write_text(json_text(content)))

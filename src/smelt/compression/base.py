@@ -67,6 +67,17 @@ class ResourceEstimate:
     memory: int = 0
 
 
+@dataclass(frozen=True)
+class UndecidedWidth:
+    """The number of inputs of a layer that a step decides during the run, such as a pruned width."""
+
+    multiple: int  # the number is certainly a multiple of this
+    largest: int  # if nothing is removed; or what this is certainly a multiple of
+    per_unit: int  # inputs that are removed together
+    method: str
+    setting: str  # of the method: keeps units in multiples of its value
+
+
 class Method(ABC):
     """One published technique. Subclasses are frozen dataclasses; their fields are the parameters."""
 
@@ -82,6 +93,19 @@ class Method(ABC):
 
     def check(self, anatomy: Anatomy) -> None:  # noqa: B027  (most methods support any network)
         """Raise, before any work starts, if the method does not support the network."""
+
+    @property
+    def input_multiple(self) -> int:
+        """The number of inputs of each linear layer in the blocks must be a multiple of this."""
+        return 1
+
+    def reshape(self, anatomy: Anatomy, undecided: Mapping[str, UndecidedWidth]) -> Mapping[str, UndecidedWidth]:
+        """Give a network on the meta device the shape that the step leaves, so that later steps can be checked on it.
+
+        `undecided` holds, by path, the layers whose width the steps up to now decide during the run; return it with the
+        changes of this step. The network then has one of the possible widths there.
+        """
+        return undecided
 
     @property
     def uses_data(self) -> bool:

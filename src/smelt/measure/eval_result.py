@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from smelt.errors import DataError
+from smelt.errors import DataError, ModelError
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +31,16 @@ class EvalResult:
     logits: np.ndarray | None = None  # [items, labels]
     settings: dict[str, Any] = field(default_factory=dict)
     by_normalization: dict[str, float] | None = None
+    finite: bool = True  # false: a score behind the items was NaN or infinite
+
+    def check_finite(self, model: str) -> None:
+        """Raise if the model computed NaN or infinity: such a value must not pass for a measurement."""
+        values = (np.asarray(self.value), self.items, self.predictions, self.logits)
+        if not self.finite or not all(np.isfinite(array).all() for array in values if array is not None):
+            raise ModelError(
+                f"{model} computes NaN or infinity on {self.data}, so its {self.metric} says nothing; check its "
+                "weights and its dtype."
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain values, with the number of items instead of the items."""

@@ -74,6 +74,7 @@ def evaluate_multiple_choice(
         predictions=predictions[normalize],
         labels=labels,
         settings={"normalize": normalize, "items": len(items)},
+        finite=bool(np.isfinite(likelihoods).all()),
         by_normalization={name: float((guesses == labels).mean()) for name, guesses in predictions.items()},
     )
 

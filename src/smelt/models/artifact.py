@@ -8,7 +8,6 @@ transformers itself can load the folder.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from smelt.errors import ModelError
+from smelt.files import json_text
 from smelt.models.anatomy import Anatomy, anatomy_of
 from smelt.models.config import config_from, read_generation_config
 from smelt.models.json_file import read_object
@@ -258,4 +258,4 @@ def _plain_fields_suffice(anatomy: Anatomy) -> bool:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json_text(content, ensure_ascii=False), encoding="utf-8")

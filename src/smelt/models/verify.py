@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from smelt.errors import ModelError
+from smelt.models.finite import is_finite
 from smelt.models.model import Model
 from smelt.subprocesses import python_command, python_environment
 
@@ -43,10 +44,15 @@ def outputs(model: Model, inputs: dict[str, Tensor]) -> Tensor:
 def verify(model: Model, folder: Path) -> None:
     """Reload `folder` in a new process and compare with `model`, bit for bit; raise where they differ."""
     inputs = probe(model)
+    expected = outputs(model, inputs)
+    if not is_finite(expected):
+        raise ModelError(
+            "the model computes NaN or infinity, so it cannot be verified; check its weights and its dtype."
+        )
     settings = [str(model.device), str(torch.get_num_threads()), str(int(_uses_onednn()))]
     with tempfile.TemporaryDirectory() as temporary:
         file = Path(temporary) / "probe.safetensors"
-        save_file({**inputs, _EXPECTED: outputs(model, inputs)}, file)
+        save_file({**inputs, _EXPECTED: expected}, file)
         command = python_command("-m", "smelt.models.verify", str(folder.resolve()), str(file), *settings)
         result = subprocess.run(
             command, cwd=temporary, env=python_environment(), capture_output=True, text=True, check=False

@@ -91,7 +91,7 @@ def search_threshold(parts: Sequence[Candidates], capacity: float) -> KeptUnits:
         if excess <= 0:
             break
         part, mask = parts[owner[item]], keep[owner[item]]
-        if mask.sum() > part.min_units:
+        if mask.sum() > required_count(part):
             mask[unit[item]] = False
             excess -= part.unit_cost
     _check_remaining(-excess, capacity)
@@ -103,7 +103,7 @@ def _round_to_multiple(part: Candidates, kept: np.ndarray) -> np.ndarray:
     """Keep the best of the kept units, rounded down to a multiple."""
     if len(kept) == len(part.importance):
         return kept
-    count = max(len(kept) // part.multiple * part.multiple, min(required_count(part), len(kept)))
+    count = len(kept) // part.multiple * part.multiple
     best = kept[np.argsort(-part.importance[kept], kind="stable")[:count]]
     return np.sort(best)
 

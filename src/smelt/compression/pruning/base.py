@@ -5,8 +5,9 @@ A method supplies the scores; the base class supplies unit costs, the search, su
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,7 +17,15 @@ from torch import Tensor
 
 from smelt.compression.allocation.latency_search import search_under_latency
 from smelt.compression.allocation.unit_search import Candidates, KeptUnits, search, search_threshold, search_uniform
-from smelt.compression.base import CalibrationSize, Method, MethodContext, ResourceEstimate, one_of, within
+from smelt.compression.base import (
+    CalibrationSize,
+    Method,
+    MethodContext,
+    ResourceEstimate,
+    UndecidedWidth,
+    one_of,
+    within,
+)
 from smelt.compression.budget import Budget
 from smelt.compression.pruning.repair import ACTIVATION_COPIES, RepairSettings, cut, cut_and_repair
 from smelt.config import renamed
@@ -81,9 +90,7 @@ class StructuredPruning(Method):
 
     def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:
         anatomy = model.anatomy
-        if quantized_layers(model.network):
-            raise ModelError("this model is already quantized; prune its source model, then quantize the result.")
-        self._check_repair(anatomy)
+        self.check(anatomy)
         before = block_parameters(anatomy)
         observations = self.observe(anatomy, context)
         scores = self.scores(anatomy, observations, context)
@@ -97,6 +104,46 @@ class StructuredPruning(Method):
         if removed <= 0 and self.budget.keep < 1:
             raise BudgetError(f"{self.name} removed nothing under the budget {self.budget.to_json()}.")
         return {"parameters_removed": removed, "block_parameters_before": before, **facts}
+
+    def check(self, anatomy: Anatomy) -> None:
+        if quantized_layers(anatomy.network):
+            raise ModelError("this model is already quantized; prune its source model, then quantize the result.")
+        self._check_repair(anatomy)
+
+    def reshape(self, anatomy: Anatomy, undecided: Mapping[str, UndecidedWidth]) -> Mapping[str, UndecidedWidth]:
+        """Cut to the exact widths where no score decides them, otherwise to possible ones; check the budget."""
+        if self.budget.keep == 1 or any(part.kind == "channels" for part in anatomy.parts):
+            return undecided
+        if not undecided and (self.budget.measure in ("parameters", "bytes") or self._has_fixed_macs):
+            no_scores = [np.zeros(part.units) for part in anatomy.parts]
+            choice = self.select_units(anatomy, no_scores, MethodContext(), self.budget)
+            if self.search_rule == "uniform":  # the numbers of units depend on the budget alone
+                cut(anatomy.network, choice)
+                return undecided
+        widths, choice = dict(undecided), []
+        for part in anatomy.parts:
+            if self.min_units(anatomy, part) < part.units:
+                widths[part.output.path] = self._undecided_width(part, undecided)
+            multiple, least = self.unit_multiple(part), self.min_units(anatomy, part)
+            choice.append(np.arange(max(least, (part.units - 1) // multiple * multiple)))
+        cut(anatomy.network, choice)
+        return widths
+
+    @property
+    def _has_fixed_macs(self) -> bool:
+        return self.budget.measure == "macs" and self.seq_len is not None
+
+    def _undecided_width(self, part: Part, undecided: Mapping[str, UndecidedWidth]) -> UndecidedWidth:
+        """Return what is certain about the kept inputs of the part's output: the number is a multiple, or all."""
+        path, per_unit = part.output.path, part.columns_per_unit
+        largest = undecided[path].multiple if path in undecided else part.output.in_features
+        setting = "head_multiple" if part.kind == "heads" else "ffn_multiple"
+        certain = math.gcd(self.unit_multiple(part) * per_unit, largest)
+        return UndecidedWidth(certain, largest, per_unit, self.name, setting)
+
+    def unit_multiple(self, part: Part) -> int:
+        """Return the number of which the kept units of a part are a multiple, unless all are kept."""
+        return self.head_multiple if part.kind == "heads" else self.ffn_multiple
 
     @property
     def uses_data(self) -> bool:
@@ -147,7 +194,7 @@ class StructuredPruning(Method):
                 importance=np.asarray(score, dtype=np.float64),
                 unit_cost=cost,
                 min_units=self.min_units(anatomy, part),
-                multiple=self.head_multiple if part.kind == "heads" else self.ffn_multiple,
+                multiple=self.unit_multiple(part),
             )
             for part, score, cost in zip(anatomy.parts, scores, part_costs, strict=True)
         ]

@@ -40,11 +40,14 @@ class Flap(StructuredPruning):
     def adds_bias(self) -> bool:
         return self.repair == "bias" or super().adds_bias
 
-    def observe(self, anatomy: Anatomy, context: MethodContext) -> list[Moments]:
+    def check(self, anatomy: Anatomy) -> None:
         if any(part.kind == "channels" for part in anatomy.parts):
             raise RecipeError(
                 "flap supports attention and feed-forward parts; for convolutions use fisher or magnitude."
             )
+        super().check(anatomy)
+
+    def observe(self, anatomy: Anatomy, context: MethodContext) -> list[Moments]:
         block_inputs = capture_block_inputs(anatomy, context.batches, limit=context.memory_limit, folder=context.folder)
         blocks = context.progress.track(anatomy.blocks, "flap")
         return [moments for block in blocks for moments in block_moments(block_inputs, block, advance=True)]

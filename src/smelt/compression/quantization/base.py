@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from smelt.compression.base import CalibrationSize, Method, MethodContext, ResourceEstimate
+from smelt.compression.base import CalibrationSize, Method, MethodContext, ResourceEstimate, UndecidedWidth
 from smelt.compression.calibration.block_inputs import (
     ActivationStore,
     BlockInputs,
@@ -129,16 +129,28 @@ class Quantization(Method):
             raise ModelError(f"{self.name} quantizes linear layers; this network is made of convolutions.")
         if quantized_layers(anatomy.network):
             raise ModelError("this model is quantized already; quantize the model it was made from.")
-        size = self.weight_format.group_size
+        size = self.input_multiple
         for layer in (layer for block in anatomy.blocks for group in layer_groups(block) for layer in group.layers):
             columns = layer.weight.shape[1]
-            if size > 0 and columns % size and not self.allow_partial_group:
+            if columns % size:
                 fitting = [str(g) for g in (256, 128, 64, 32, 16) if columns % g == 0]
                 options = f"{', '.join(fitting)} or -1" if fitting else "-1"
                 raise RecipeError(
                     f"{layer.path} has {columns} inputs, which groups of {size} do not divide; use "
                     f"group_size {options}, or `allow_partial_group: true`."
                 )
+
+    @property
+    def input_multiple(self) -> int:
+        size = self.weight_format.group_size
+        return size if size > 0 and not self.allow_partial_group else 1
+
+    def reshape(self, anatomy: Anatomy, undecided: Mapping[str, UndecidedWidth]) -> Mapping[str, UndecidedWidth]:
+        scheme = self.scheme.to_json()
+        groups = [group for block in anatomy.blocks for group in layer_groups(block)]
+        schemes = {layer.path: scheme for group in groups for layer in group.layers}
+        prepare_quantized_layers(anatomy.network, schemes, "the plan")
+        return undecided
 
     def targets(self) -> dict[str, float]:
         return {"bits": self.weight_format.bits}

@@ -17,6 +17,7 @@ from smelt.compression.base import CalibrationSize
 from smelt.compression.recipe.batch import resolve_batch_size
 from smelt.compression.recipe.inputs import needs_data
 from smelt.compression.recipe.recipe import Recipe, parse_bytes
+from smelt.compression.recipe.step_checks import check_steps
 from smelt.errors import ResourceError
 from smelt.files import explain_disk_errors
 from smelt.measure.cost import (
@@ -86,7 +87,7 @@ def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> CompressionPl
     """Plan a run of the recipe on a model, to be written to a folder."""
     network = skeleton(source)
     anatomy = anatomy_of(network)
-    recipe.steps[0].check(anatomy)
+    check_steps(skeleton(source), recipe)
     limit = None if recipe.memory_limit is None else parse_bytes(recipe.memory_limit)
     data = resolve_batch_size(recipe, anatomy, torch.device("cpu")).data
     assert data.batch_size is not None

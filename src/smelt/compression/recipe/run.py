@@ -10,13 +10,14 @@ import itertools
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from smelt.compression.base import Method, MethodContext
 from smelt.compression.recipe.batch import resolve_batch_size
@@ -35,13 +36,14 @@ from smelt.compression.recipe.recipe import Recipe, parse_bytes
 from smelt.compression.recipe.record import Before, after_record, measure_size, run_record
 from smelt.compression.recipe.work_folder import WorkFolder
 from smelt.data import Batch
-from smelt.errors import BudgetError, ConfigError, DataError, RecipeError
-from smelt.files import atomic_folder
+from smelt.errors import BudgetError, ConfigError, DataError, ModelError, RecipeError
+from smelt.files import atomic_folder, json_text
 from smelt.fingerprint import hash_files, hash_folder
 from smelt.measure.eval_result import EvalResult
 from smelt.measure.evaluate import Data, measure_quality
 from smelt.measure.memory import PeakMemory
 from smelt.models.artifact import load_artifact, save_artifact
+from smelt.models.finite import find_non_finite
 from smelt.models.load import load, resolve, skeleton
 from smelt.models.model import Model
 from smelt.models.verify import verify
@@ -160,6 +162,11 @@ class _Run:
     def inputs(self) -> tuple[Model, list[Batch], Data | None]:
         self.say(f"loading {self.source}")
         model = load(self.source, device=self.weights_device)
+        broken = find_non_finite(model.network.state_dict().items())
+        if broken is not None:
+            raise ModelError(
+                f"{broken} of {self.source} contains NaN or infinity; a model must be sound to be compressed."
+            )
         if not needs_data(self.recipe):
             return model, [], evaluation_data(self.recipe, None, model) if model.tokenizer else None
         data, held_out = split(self.recipe, calibration_data(self.recipe, model))
@@ -204,13 +211,15 @@ class _Run:
         start = time.perf_counter()
         with PeakMemory() as memory:
             facts = step.apply(model, context)
+        changed = _states(model) - untouched
+        self._check_finite(model, {name for name, *_ in changed}, step.name, name)
         model.history.append({**step.to_json(), "seed": self.recipe.seed, "calibration": fingerprint(batches)})
         record = {
             "name": step.name,
             "seconds": time.perf_counter() - start,
             "peak_bytes": max(memory.peak_bytes, memory.device_peak_bytes),
             "changed": {
-                "tensors": len(_states(model) - untouched),
+                "tensors": len(changed),
                 "parameters_removed": facts.pop("parameters_removed", 0),
             },
             "layers": facts.pop("layers", {}),
@@ -221,9 +230,19 @@ class _Run:
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before the record of the step
         with atomic_folder(folder) as temporary:
             save_artifact(model, temporary)
-        self.checkpoint.save_facts(name, {"record": record, "files": hash_folder(folder)})
+        self.checkpoint.save_facts(name, {"record": json.loads(json_text(record)), "files": hash_folder(folder)})
         context.checkpoint.clear()
         return record
+
+    def _check_finite(self, model: Model, changed: set[str], method: str, step: str) -> None:
+        """Raise if a step left NaN or infinity in a tensor that it changed."""
+        broken = find_non_finite((name, tensor) for name, tensor in _tensors(model) if name in changed)
+        if broken is not None:
+            self.checkpoint.inside(f"{step}-work").clear()  # resuming would only bring it back
+            raise ModelError(
+                f"step {int(step.removeprefix('step-')) + 1} ({method}) left NaN or infinity in {broken}; change its "
+                "settings or its data."
+            )
 
     def finish(
         self, before: Before, evaluation: Data | None, steps: list[dict[str, Any]], speed: bool, prompts: list[str]
@@ -242,7 +261,7 @@ class _Run:
         with atomic_folder(self.folder, inside=self.work.path) as temporary:
             save_artifact(self.model, temporary, {"recipe": self.recipe.to_json(), **after.reproducible})
             verify(self.model, temporary)
-            (temporary / "measurements.json").write_text(json.dumps(self.record, indent=1) + "\n")
+            (temporary / "measurements.json").write_text(json_text(self.record))
             write_report(self.record, temporary / "report.html")
         self.model.source = str(self.folder)
         self.work.remove()
@@ -254,6 +273,7 @@ class _Run:
             arrays = {key: tensor.numpy() for key, tensor in tensors.items()}
             return EvalResult(**{**facts, **arrays})
         quality = measure_quality(model, data, **self.recipe.evaluate.options(), progress=self.progress)
+        quality.check_finite("the source model" if name == "before" else "the result")
         arrays = {key: value for key, value in vars(quality).items() if isinstance(value, np.ndarray)}
         plain = {key: value for key, value in vars(quality).items() if key not in arrays and value is not None}
         self.checkpoint.save(f"quality-{name}", {key: torch.from_numpy(value) for key, value in arrays.items()})
@@ -261,7 +281,10 @@ class _Run:
         return quality
 
 
+def _tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
+    return itertools.chain(model.network.named_parameters(), model.network.named_buffers())
+
+
 def _states(model: Model) -> set[tuple[str, int, int]]:
     """Return each tensor's name, address and version: an entry missing from a later set was changed in between."""
-    tensors = itertools.chain(model.network.named_parameters(), model.network.named_buffers())
-    return {(name, tensor.data_ptr(), tensor._version) for name, tensor in tensors}
+    return {(name, tensor.data_ptr(), tensor._version) for name, tensor in _tensors(model)}
