@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy import optimize, stats
+from scipy import optimize, signal, stats
 
 from smelt.measure.bootstrap import automatic_block_length, long_run_error, sample_counts
 from smelt.measure.eval_result import EvalResult
@@ -16,10 +16,9 @@ from smelt.measure.metrics import METRICS
 
 def autoregression(generator: np.random.Generator, items: int, correlation: float) -> np.ndarray:
     """A first-order autoregression with unit variance. [items]"""
-    series = generator.normal(size=items)
-    for position in range(1, items):
-        series[position] = correlation * series[position - 1] + math.sqrt(1 - correlation**2) * series[position]
-    return series
+    noise = generator.normal(size=items)
+    noise[1:] *= math.sqrt(1 - correlation**2)
+    return np.asarray(signal.lfilter([1.0], [1.0, -correlation], noise))
 
 
 def windowed(items: np.ndarray) -> EvalResult:

@@ -117,7 +117,8 @@ def test_divergence_and_agreement() -> None:
         np.mean([stats.entropy(a, b) for a, b in zip(p, q, strict=True)]), rel=1e-5
     )
     same = compare(pair[0], pair[0], resamples=100)
-    assert same.divergence == 0 and same.interval == (0, 0) and same.flips == 0 and same.worst == ()
+    assert same.divergence == 0 and same.flips == 0 and same.worst == ()
+    assert same.interval == (-same.interval[1], pytest.approx(2.01**2 / (50 + 2.01**2), rel=1e-2))  # t of 49 degrees
 
 
 def test_clear_changes_have_a_clear_verdict() -> None:

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import optimize, stats
+from scipy import optimize
+from scipy.special import ndtr, ndtri, stdtrit
 
 from smelt.measure.bootstrap import automatic_block_length, long_run_error, sample_counts
 from smelt.measure.eval_result import EvalResult
@@ -58,7 +59,7 @@ def score_quantile(gained: int, lost: int, items: int, level: float) -> float:
     """Return the bound below which the change of accuracy is with probability `level`. The test is Tango's (1998)."""
     if level < 0.5:
         return -score_quantile(lost, gained, items, 1 - level)
-    critical = float(stats.t.ppf(level, items - 1))
+    critical = float(stdtrit(items - 1, level))
     observed = (gained - lost) / items
 
     def excess(difference: float) -> float:
@@ -113,7 +114,7 @@ def _scaled_quantile(values: np.ndarray, estimate: float, influence: np.ndarray)
         deviation = float(np.quantile(values, level)) - estimate
         if spread == 0 or level == 0.5:
             return estimate + deviation
-        return estimate + deviation * float(stats.t.ppf(level, degrees) / stats.norm.ppf(level)) * error / spread
+        return estimate + deviation * float(stdtrit(degrees, level) / ndtri(level)) * error / spread
 
     return quantile
 
@@ -130,7 +131,7 @@ def _item_quantile(new: EvalResult, base: EvalResult, resamples: int, seed: int)
     estimate = new.value - base.value
 
     def quantile(level: float) -> float:
-        tail = stats.norm.cdf(math.sqrt(items / (items - 1)) * stats.t.ppf(level, items - 1))
+        tail = ndtr(math.sqrt(items / (items - 1)) * stdtrit(items - 1, level))
         return float(np.quantile(differences, tail))
 
     if new.metric not in CLASSIFICATION_METRICS:
@@ -149,10 +150,10 @@ def _widened_for_few_changes(quantile: Quantile, estimate: float, new: EvalResul
 
     def widened(level: float) -> float:
         if lost + gained == 0:
-            flips = math.ceil(stats.norm.ppf(level) ** 2)  # the rule of three, at a one-sided 95 %
+            flips = math.ceil(ndtri(level) ** 2)  # the rule of three, at a one-sided 95 %
             return math.copysign(_cost_of_lost_items(new, flips), level - 0.5)
         score = score_quantile(gained, lost, items, level) - change
-        width = abs(float(stats.t.ppf(level, items - 1))) * wald
+        width = abs(float(stdtrit(items - 1, level))) * wald
         return estimate + (quantile(level) - estimate) * max(1.0, abs(score) / width if width > 0 else 1.0)
 
     return widened

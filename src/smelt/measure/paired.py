@@ -81,7 +81,7 @@ def compare(
     new: EvalResult, base: EvalResult, *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> PairedComparison:
     """Compare two measurements of the same metric on the same items."""
-    _check_pair(new, base, confidence, resamples)
+    check_pair(new, base, confidence, resamples)
     quantiles = paired_quantiles(new, base, resamples, seed)
     gained, lost = _discordant(new, base)
     perplexities = new.metric == "perplexity"
@@ -115,7 +115,8 @@ def mcnemar(gained: int, lost: int) -> float:
     return float(min(1.0, 2 * stats.binom.cdf(min(gained, lost), gained + lost, 0.5)))
 
 
-def _check_pair(new: EvalResult, base: EvalResult, confidence: float, resamples: int) -> None:
+def check_pair(new: EvalResult, base: EvalResult, confidence: float, resamples: int) -> None:
+    """Refuse two measurements that are not of the same metric on the same items."""
     if not 0 < confidence < 1 or resamples < 1:
         raise DataError(
             f"Confidence {confidence} or resamples {resamples} is invalid: expected 0 to 1, and at least 1."
