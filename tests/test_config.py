@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import pytest
 
-from smelt.config import json_schema, load_yaml, parse, read_yaml, suggest
+from smelt.config import json_schema, parse, suggest
 from smelt.errors import ConfigError, RecipeError
+from smelt.strict_yaml import load_yaml, read_yaml
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{previous}'] * 8)}]\n"

@@ -21,10 +21,11 @@ import smelt.compression.base
 from smelt.cli.app import app_with
 from smelt.compression.base import METHODS
 from smelt.compression.recipe.recipe import CalibrationSettings, EvaluationSettings, Recipe
-from smelt.config import load_yaml, parse
+from smelt.config import parse
 from smelt.models.families import FAMILIES
 from smelt.registry import Registry
 from smelt.serve.server.settings import ServeConfig
+from smelt.strict_yaml import load_yaml
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -1,4 +1,4 @@
-"""Read YAML and plain data into frozen dataclasses, and write their JSON Schema for editors.
+"""Read plain data into frozen dataclasses, and write their JSON Schema for editors.
 
 One reader for recipes, training and serving settings and registered classes. It follows the resolved type hints, so a
 module may or may not postpone its annotations. Field metadata it knows, as `field(default=..., metadata={...})` or
@@ -19,22 +19,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import types
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 from smelt.errors import ConfigError
+from smelt.strict_yaml import StrictLoader
 
 T = TypeVar("T")
-_MAX_FILE_BYTES = 1_000_000
-_MAX_NODES = 100_000  # of a YAML document once its aliases are expanded
 _NAMES: dict[Any, str] = {
     int: "an integer",
     float: "a number",
@@ -46,76 +43,6 @@ _NAMES: dict[Any, str] = {
     type(None): "null",
 }
 _SCHEMA_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
-
-
-# --- YAML -------------------------------------------------------------------------------------------------------------
-
-
-def read_yaml(path: Path, noun: str = "configuration", error: type[ConfigError] = ConfigError) -> Any:
-    """Return the plain content of a small YAML file; `noun` names the file in errors."""
-    try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise error(f"{path} is too large to be a {noun}.")
-        return load_yaml(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise error(f"there is no {noun} at {path}.") from None
-    except (OSError, UnicodeDecodeError) as problem:
-        raise error(f"the {noun} {path} cannot be read ({problem}).") from problem
-    except (yaml.YAMLError, ValueError, RecursionError) as problem:  # an impossible date is a ValueError
-        raise error(f"{path} is not valid YAML ({' '.join(str(problem).split())[:200]}).") from problem
-
-
-def load_yaml(text: str) -> Any:
-    """Load plain data from YAML; duplicate keys and alias bombs are errors."""
-    loader = _StrictLoader(text)  # a SafeLoader: it builds plain data only and never runs code
-    try:
-        return loader.get_single_data()
-    finally:
-        loader.dispose()
-
-
-class _StrictLoader(yaml.SafeLoader):
-    def get_single_node(self) -> yaml.Node | None:
-        node: yaml.Node | None = super().get_single_node()
-        if node is not None:
-            _check_node(node, {})
-        return node
-
-
-# YAML 1.2, which editors follow, reads 3e-4 as a number; PyYAML follows 1.1 and returns text.
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[+-]?(\d[\d_]*\.?|\.\d)\d*[eE][+-]?\d+$"), list("+-.0123456789")
-)
-
-
-def _check_node(node: yaml.Node, sizes: dict[int, int | None]) -> int:
-    """Return the number of nodes with aliases expanded."""
-    if id(node) in sizes:
-        size = sizes[id(node)]
-        if size is None:
-            raise _yaml_error("a node contains itself", node)
-        return size
-    sizes[id(node)] = None
-    children: list[yaml.Node] = []
-    if isinstance(node, yaml.SequenceNode):
-        children = node.value
-    elif isinstance(node, yaml.MappingNode):
-        keys: set[tuple[str, str]] = set()
-        for key, value in node.value:
-            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in keys:
-                raise _yaml_error(f"the key {key.value!r:.80} appears twice", key)
-            if isinstance(key, yaml.ScalarNode):
-                keys.add((key.tag, key.value))
-            children += [key, value]
-    size = 1 + sum(_check_node(child, sizes) for child in children)
-    if size > _MAX_NODES:
-        raise _yaml_error("its aliases expand to too much", node)
-    sizes[id(node)] = size
-    return size
-
-
-def _yaml_error(problem: str, node: yaml.Node) -> yaml.YAMLError:
-    return yaml.YAMLError(f"{problem}, line {node.start_mark.line + 1}")
 
 
 # --- plain data to dataclasses ----------------------------------------------------------------------------------------
@@ -302,7 +229,7 @@ def _fields(cls: type) -> list[Field[Any]]:
 
 def migrate_text(text: str, cls: type) -> str:
     """Rewrite the renamed keys and values in the YAML text of a dataclass; comments and layout stay."""
-    node = yaml.compose(text, _StrictLoader)
+    node = yaml.compose(text, StrictLoader)
     changes: dict[tuple[int, int], str] = {}
     if node is not None:
         _collect_renames(node, cls, changes)

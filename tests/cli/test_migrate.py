@@ -9,7 +9,7 @@ import jsonschema_rs
 import pytest
 
 from smelt.compression.recipe.recipe import Recipe
-from smelt.config import load_yaml
+from smelt.strict_yaml import load_yaml
 from tests.cli.conftest import Smelt
 
 OLD = sorted((Path(__file__).parents[1] / "fixtures" / "v0.1").glob("*.yaml"))

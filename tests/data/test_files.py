@@ -115,13 +115,13 @@ def test_missing_file_and_folder(tmp_path: Path) -> None:
 
 
 def test_a_decompression_bomb_is_stopped_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MAX_FILE_BYTES", 2**20)
+    monkeypatch.setenv("SMELT_MAX_DECODED_BYTES", str(2**20))
     monkeypatch.setattr(files, "_CHUNK_BYTES", 2**16)
     path = written(tmp_path / "bomb.txt.gz", b"0" * 2**24)
-    with pytest.raises(DataError, match="holds more than"):
+    with pytest.raises(DataError, match="decodes to more than"):
         read_text(path)
     table = pyarrow.Table.from_pylist([{"text": "0" * 2**21}])
     pyarrow.parquet.write_table(table, tmp_path / "bomb.parquet", compression="zstd", use_dictionary=False)
     assert (tmp_path / "bomb.parquet").stat().st_size < 2**16
-    with pytest.raises(DataError, match="unpacks to more than"):
+    with pytest.raises(DataError, match="decodes to more than"):
         read_rows(tmp_path / "bomb.parquet")

@@ -14,13 +14,13 @@ import pytest
 import transformers as hf
 
 from smelt.cli.app import RENAMED_FLAGS, with_new_flags
-from smelt.config import load_yaml
 from smelt.kvcache.selection.config import SparseAttentionConfig
 from smelt.serve.engine.config import EngineConfig
 from smelt.serve.engine.kv_dtype import KV_CACHE_DTYPES
 from smelt.serve.server.service import Service
 from smelt.serve.server.settings import ServeConfig, ServerLimits, ServerSettings
 from smelt.serve.worker.client import EngineClient
+from smelt.strict_yaml import load_yaml
 from tests.cli.conftest import Smelt, smelt_here  # noqa: F401
 from tests.serve.server_process import PATIENCE
 

@@ -9,9 +9,10 @@ import typer
 
 from smelt.cli.output import console
 from smelt.compression.recipe.recipe import Recipe
-from smelt.config import load_yaml, migrate_text, read_yaml
+from smelt.config import migrate_text
 from smelt.errors import ConfigError
 from smelt.files import write_atomically
+from smelt.strict_yaml import load_yaml, read_yaml
 from smelt.train.trainer.config import TrainConfig
 
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A recipe or a training configuration, in YAML.")]

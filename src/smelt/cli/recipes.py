@@ -10,8 +10,8 @@ import typer
 import yaml
 
 from smelt.compression.recipe.recipe import Recipe
-from smelt.config import load_yaml
 from smelt.errors import RecipeError
+from smelt.strict_yaml import load_yaml
 
 RecipeOption = Annotated[Path | None, typer.Option("-r", "--recipe", help="Recipe, a YAML file.")]
 MethodOption = Annotated[str | None, typer.Option("--method", help="Apply one method instead of a recipe.")]

@@ -10,9 +10,10 @@ import typer
 
 from smelt.cli.config_flags import flags_given, with_config_flags
 from smelt.cli.output import ModelArgument, check_device, say
-from smelt.config import parse, read_yaml
+from smelt.config import parse
 from smelt.errors import SmeltError
 from smelt.serve.server.settings import ServeConfig
+from smelt.strict_yaml import read_yaml
 
 ConfigOption = Annotated[
     Path | None,

@@ -1,27 +1,33 @@
 """Read files: plain text, or rows from JSONL, JSON, CSV, TSV and Parquet, optionally gzipped.
 
-At most `MAX_FILE_BYTES` are read, so that a decompression bomb raises an error instead of exhausting memory.
+Files are read as streams, and what they decode to is counted on the way (`smelt.data.limits`): a decompression bomb
+raises an error instead of exhausting memory.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
-import io
 import json
+import re
+import sys
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from smelt.data import limits
+from smelt.data.limits import DecodedBytes, check_columns, check_regular_file, json_bytes, list_names
 from smelt.data.named_datasets import unknown_source
 from smelt.errors import DataError
 
 Row = dict[str, Any]
 
-MAX_FILE_BYTES = 2**30
 _CHUNK_BYTES = 2**22
 _GZIP_MAGIC = b"\x1f\x8b"
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 TEXT_SUFFIXES = (".txt", ".md")
 TABLE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
@@ -37,23 +43,26 @@ def suffix_of(path: Path) -> str:
 
 def read_text(path: Path) -> str:
     """Read the text of a plain text file, unchanged."""
-    text = _read_utf8(path)
+    text = _read_utf8(path, DecodedBytes(path))
     if not text.strip():
         raise DataError(f"{path} is empty: give a file with text in it.")
+    if text.count("\0") > len(text) // 10:
+        raise DataError(f"{path} is not text, or is UTF-16: convert it to UTF-8 first.")
     return text
 
 
 def read_rows(path: Path) -> list[Row]:
     """Read the rows of a table as dictionaries by column name."""
+    check_regular_file(path)
     if not path.exists():
         raise _missing_file(path)
-    suffix = suffix_of(path)
+    suffix, budget = suffix_of(path), DecodedBytes(path)
     if suffix in (".jsonl", ".json"):
-        rows = _json_rows(path)
+        rows = _json_rows(path, budget)
     elif suffix in (".csv", ".tsv"):
-        rows = _delimited_rows(path, tab=suffix == ".tsv")
+        rows = _delimited_rows(path, suffix == ".tsv", budget)
     elif suffix == ".parquet":
-        rows = _parquet_rows(path)
+        rows = _parquet_rows(path, budget)
     else:
         raise DataError(f"{path} has no columns: give rows in one of {', '.join(TABLE_SUFFIXES)} (or .gz of it).")
     if not rows:
@@ -70,7 +79,7 @@ def column_values(rows: list[Row], name: str, source: str) -> list[Any]:
     """Return the values of a column; raise and list the columns if it does not exist."""
     columns = column_names(rows)
     if name not in columns:
-        raise DataError(f"{source} has no column '{name}': its columns are {', '.join(columns)}.")
+        raise DataError(f"{source} has no column '{name}': its columns are {list_names(columns)}.")
     return [row.get(name) for row in rows]
 
 
@@ -91,55 +100,88 @@ def _preview(value: Any) -> str:
     return "nothing" if value is None else f"{str(value)[:40]!r} ({type(value).__name__})"
 
 
-def _read_bytes(path: Path) -> bytes:
-    """Read the file's content, decompressing gzip (detected by its magic bytes, not its name)."""
-    if path.is_dir():
-        raise DataError(f"{path} is a folder: give a data file ({_SUFFIXES} or .gz of it).")
-    if not path.is_file():
+@contextmanager
+def _open(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for reading, decompressing gzip (detected by its magic bytes, not its name)."""
+    check_regular_file(path)
+    if not path.exists():
         raise _missing_file(path)
     try:
         with path.open("rb") as file:
             is_gzip = file.read(2) == _GZIP_MAGIC
         with gzip.open(path, "rb") if is_gzip else path.open("rb") as stream:
-            return _read_limited(stream, path)
+            yield stream  # type: ignore[misc]
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path} is a broken gzip file ({error}): write or download it again.") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error}).") from error
 
 
-def _read_limited(stream: Any, path: Path) -> bytes:
-    content = bytearray()
-    while chunk := stream.read(_CHUNK_BYTES):
-        content += chunk
-        if len(content) > MAX_FILE_BYTES:
-            raise DataError(f"{path} holds more than {MAX_FILE_BYTES / 2**30:.3g} GiB: give a smaller part of it.")
-    return bytes(content)
+def _read_utf8(path: Path, budget: DecodedBytes) -> str:
+    """Read the whole file as text."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    parts: list[str] = []
+    characters, width, offset = 0, 1, 0
+    with _open(path) as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            offset += len(chunk)
+            pending = len(decoder.getstate()[0])
+            try:
+                parts.append(decoder.decode(chunk))
+            except UnicodeDecodeError as error:
+                raise _not_utf8(path, offset - len(chunk) - pending + error.start) from error
+            characters += len(parts[-1])
+            width = max(width, _character_bytes(parts[-1]))
+            budget.require(characters * width)
+    if decoder.getstate()[0]:
+        raise _not_utf8(path, offset - len(decoder.getstate()[0]))
+    budget.add(characters * width)
+    return "".join(parts)
 
 
-def _read_utf8(path: Path) -> str:
-    try:
-        return _read_bytes(path).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text (byte {error.start}): convert it to UTF-8 first.") from error
+def _character_bytes(text: str) -> int:
+    """Return the bytes per character of a string in memory: one wide character widens all others."""
+    return max(1, (sys.getsizeof(text) - sys.getsizeof("")) // max(1, len(text)))
 
 
-def _json_rows(path: Path) -> list[Row]:
-    """Read a list of objects, or one object per line; the first character decides which."""
-    text = _read_utf8(path)
-    if text.lstrip().startswith("["):
-        return [_as_row(value, path, number) for number, value in enumerate(_parse_json(text, path, None), start=1)]
-    return [_as_row(_parse_json(line, path, number), path, number) for number, line in _numbered_lines(text)]
+def _not_utf8(path: Path, position: int) -> DataError:
+    return DataError(f"{path} is not UTF-8 text (byte {position}): convert it to UTF-8 first.")
 
 
-def _numbered_lines(text: str) -> Iterator[tuple[int, str]]:
+def _lines(stream: IO[bytes], path: Path) -> Iterator[str]:
     # Only "\n" ends a line of JSONL: splitlines() would also split inside strings, e.g. at U+2028.
-    return ((number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip())
+    offset = 0
+    while raw := stream.readline(limits.MAX_RECORD_BYTES + 1):
+        if len(raw) > limits.MAX_RECORD_BYTES:
+            raise _long_record(path)
+        try:
+            yield raw.decode("utf-8" if offset else "utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise _not_utf8(path, offset + error.start) from error
+        offset += len(raw)
 
 
-def _parse_json(text: str, path: Path, line: int | None) -> Any:
+def _long_record(path: Path) -> DataError:
+    size = f"{limits.MAX_RECORD_BYTES / 2**20:.3g} MiB"
+    return DataError(f"{path} has a row of more than {size}: split it into several rows.")
+
+
+def _json_rows(path: Path, budget: DecodedBytes) -> list[Row]:
+    """Read a list of objects, or one object per line; the first character decides which."""
+    with _open(path) as stream:
+        is_list = stream.read(_CHUNK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    if is_list:
+        values = _parse_json(_read_utf8(path, DecodedBytes(path)), path, None, budget)
+        return [_as_row(value, path, number) for number, value in enumerate(values, start=1)]
+    with _open(path) as stream:
+        numbered = ((number, line) for number, line in enumerate(_lines(stream, path), start=1) if line.strip())
+        return [_as_row(_parse_json(line, path, number, budget), path, number) for number, line in numbered]
+
+
+def _parse_json(text: str, path: Path, line: int | None, budget: DecodedBytes) -> Any:
+    budget.add(json_bytes(text))
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         line_number = line if line is not None else error.lineno
         raise DataError(
@@ -147,6 +189,20 @@ def _parse_json(text: str, path: Path, line: int | None) -> Any:
         ) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} line {line or 1} holds JSON that cannot be read (too deep or too long).") from error
+    if _SURROGATE_ESCAPE.search(text):
+        _check_surrogates(value, path, line)
+    return value
+
+
+def _check_surrogates(value: Any, path: Path, line: int | None) -> None:
+    """Raise if a string holds half of a surrogate pair, which JSON can spell but which is not text."""
+    for number, part in enumerate(value, start=1) if line is None else [(line, value)]:
+        try:
+            json.dumps(part, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            code = f"\\u{ord(error.object[error.start]):04x}"
+            where = f"row {number}" if line is None else f"line {number}"
+            raise DataError(f"{path} {where} has {code} alone, which is half a character: fix or remove it.") from error
 
 
 def _as_row(value: Any, path: Path, number: int) -> Row:
@@ -155,17 +211,41 @@ def _as_row(value: Any, path: Path, number: int) -> Row:
     return value
 
 
-def _delimited_rows(path: Path, tab: bool) -> list[Row]:
+def _delimited_rows(path: Path, tab: bool, budget: DecodedBytes) -> list[Row]:
     """Read rows below a header line. In TSV a quote is a plain character, as in the GLUE files."""
     options: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tab else {}
-    previous_limit = csv.field_size_limit(MAX_FILE_BYTES)
+    previous_limit = csv.field_size_limit(limits.MAX_RECORD_BYTES)
+    rows: list[Row] = []
     try:
-        reader = csv.DictReader(io.StringIO(_read_utf8(path), newline=""), **options)
-        return [_check_fields(row, path, reader.line_num) for row in reader]
+        with _open(path) as stream:
+            lines = _RecordLines(_lines(stream, path), path, budget, "\t" if tab else ",")
+            reader = csv.DictReader(lines, **options)
+            check_columns(len(reader.fieldnames or ()), path)
+            for row in reader:
+                lines.record_bytes = 0
+                rows.append(_check_fields(row, path, reader.line_num))
+                budget.add(limits.ROW_BYTES + sum(map(sys.getsizeof, row.values())))
     except csv.Error as error:
         raise DataError(f"{path} is not a readable table ({error}): check its quotes.") from error
     finally:
         csv.field_size_limit(previous_limit)
+    return rows
+
+
+class _RecordLines:
+    """The lines of a CSV file. A record with quoted line breaks has several, which are limited together."""
+
+    def __init__(self, lines: Iterator[str], path: Path, budget: DecodedBytes, delimiter: str) -> None:
+        self.lines, self.path, self.budget, self.delimiter = lines, path, budget, delimiter
+        self.record_bytes = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for line in self.lines:
+            self.record_bytes += len(line)
+            if self.record_bytes > limits.MAX_RECORD_BYTES:
+                raise _long_record(self.path)
+            self.budget.require(sys.getsizeof(line) + limits.VALUE_BYTES * line.count(self.delimiter))
+            yield line
 
 
 def _check_fields(row: dict[Any, Any], path: Path, line: int) -> Row:
@@ -176,18 +256,8 @@ def _check_fields(row: dict[Any, Any], path: Path, line: int) -> Row:
     return row
 
 
-def _parquet_rows(path: Path) -> list[Row]:
-    try:
-        from pyarrow import ArrowException, BufferReader, parquet
-    except ImportError as error:
-        raise DataError(f"{path} is Parquet, which needs one more package: pip install smelt[parquet].") from error
-    content = BufferReader(_read_bytes(path))
-    try:
-        file = parquet.ParquetFile(content)
-        groups = range(file.metadata.num_row_groups)
-        if sum(file.metadata.row_group(group).total_byte_size for group in groups) > MAX_FILE_BYTES:
-            raise DataError(f"{path} unpacks to more than {MAX_FILE_BYTES / 2**30:.3g} GiB: give a smaller part of it.")
-        rows: list[Row] = file.read().to_pylist()
-    except (ArrowException, OSError, ValueError) as error:
-        raise DataError(f"{path} is not a readable Parquet file ({str(error).splitlines()[0]}).") from error
-    return rows
+def _parquet_rows(path: Path, budget: DecodedBytes) -> list[Row]:
+    from smelt.data.parquet import parquet_rows
+
+    with _open(path) as stream:
+        return parquet_rows(stream, path, budget)

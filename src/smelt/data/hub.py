@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.data.files import TABLE_SUFFIXES, TEXT_SUFFIXES, Row, suffix_of
+from smelt.data.limits import ROW_BYTES, VALUE_BYTES, DecodedBytes
 from smelt.errors import DataError
 
 _IDENTIFIER = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<configuration>[\w.-]+))?(@(?P<split>[\w.-]+))?")
@@ -42,11 +43,14 @@ def read_hub(source: str, purpose: str) -> list[Row]:
     name, configuration = match["name"], match["configuration"]
     try:
         split = match["split"] or _split_for(datasets.get_dataset_split_names(name, configuration), purpose, source)
-        rows: list[Row] = datasets.load_dataset(name, configuration, split=split).to_list()
+        dataset = datasets.load_dataset(name, configuration, split=split)
+        per_row = ROW_BYTES + VALUE_BYTES * len(dataset.column_names)
+        DecodedBytes(source).add(dataset.data.nbytes + dataset.num_rows * per_row)
+        rows: list[Row] = dataset.to_list()
     except DataError:
         raise
     except Exception as error:  # the package raises its own, network and file system errors
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise DataError(
             f"'{source}' cannot be read from the hub ({reason}): check the name and the network."
         ) from error

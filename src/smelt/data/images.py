@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from smelt.data.files import MAX_FILE_BYTES
+from smelt.data.limits import DecodedBytes, list_names
 from smelt.errors import DataError
 
 _IDX_PREFIXES = {"train": "train", "test": "t10k"}
@@ -72,18 +72,40 @@ def _resolve_path(source: str | Path) -> Path:
 
 
 def _read_archive(path: Path, split: str) -> tuple[np.ndarray, np.ndarray] | None:
+    _check_regular(path)
     with zipfile.ZipFile(path) as archive:
-        if sum(entry.file_size for entry in archive.infolist()) > MAX_FILE_BYTES:
-            raise DataError(f"{path} holds more than {MAX_FILE_BYTES / 2**30:.3g} GiB: give a smaller part of it.")
-    with np.load(path, allow_pickle=False) as arrays:
-        names = set(arrays.files)
+        names = {name.removesuffix(".npy") for name in archive.namelist()}
+        budget = DecodedBytes(path)
         if {f"x_{split}", f"y_{split}"} <= names:
-            return arrays[f"x_{split}"], arrays[f"y_{split}"]
+            return _read_member(archive, f"x_{split}", budget), _read_member(archive, f"y_{split}", budget)
         if {"images", "labels"} <= names:
-            return (arrays["images"], arrays["labels"]) if split == "train" else None
-        raise DataError(
-            f"{path} has the arrays {', '.join(sorted(names))}: expected x_{split} and y_{split}, or images and labels."
-        )
+            if split != "train":
+                return None
+            return _read_member(archive, "images", budget), _read_member(archive, "labels", budget)
+    expected = f"x_{split} and y_{split}, or images and labels"
+    raise DataError(f"{path} has the arrays {list_names(sorted(names))}: expected {expected}.")
+
+
+def _read_member(archive: zipfile.ZipFile, name: str, budget: DecodedBytes) -> np.ndarray:
+    """Read one array of an archive, after comparing the shape in its header with the size of the member."""
+    size = archive.getinfo(f"{name}.npy").file_size
+    budget.add(size)
+    with archive.open(f"{name}.npy") as file:
+        version = np.lib.format.read_magic(file)
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read_header(file)
+        if dtype.hasobject:
+            raise DataError(f"{budget.path}: {name} holds Python objects, which Smelt never unpickles.")
+        if math.prod(shape) * dtype.itemsize != size - file.tell():
+            raise DataError(f"{budget.path}: {name} says it is {dtype} {list(shape)}, which is not its size.")
+    with archive.open(f"{name}.npy") as file:
+        array: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
+    return array
+
+
+def _check_regular(path: Path) -> None:
+    if not path.is_file():
+        raise DataError(f"{path} is not a regular file: expected images.")
 
 
 def _read_folder(path: Path, split: str) -> tuple[np.ndarray, np.ndarray] | None:
@@ -105,6 +127,8 @@ def _read_folder(path: Path, split: str) -> tuple[np.ndarray, np.ndarray] | None
 def _cifar_rows(path: Path) -> np.ndarray:
     """Read rows of a label and the pixels. [images, 3073] uint8"""
     row = 1 + math.prod(_CIFAR_SHAPE)
+    _check_regular(path)
+    DecodedBytes(path).add(path.stat().st_size)
     content = np.fromfile(path, dtype=np.uint8)
     if not len(content) or len(content) % row:
         raise DataError(f"{path} has {len(content)} bytes, which is not a multiple of {row} bytes per image.")
@@ -117,14 +141,15 @@ def _read_idx(folder: Path, name: str) -> np.ndarray | None:
     if path is None:
         return None
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-        content = file.read(MAX_FILE_BYTES)
-    zero, type_code, dimensions = struct.unpack(">HBB", content[:4])
-    if zero or type_code != _IDX_UINT8:
-        raise DataError(f"{path} is not an IDX file of bytes.")
-    shape = struct.unpack(f">{dimensions}I", content[4 : 4 + 4 * dimensions])
-    values = np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * dimensions)
+        zero, type_code, dimensions = struct.unpack(">HBB", file.read(4))
+        if zero or type_code != _IDX_UINT8:
+            raise DataError(f"{path} is not an IDX file of bytes.")
+        shape = struct.unpack(f">{dimensions}I", file.read(4 * dimensions))
+        DecodedBytes(path).add(math.prod(shape))
+        values = np.frombuffer(file.read(math.prod(shape) + 1), dtype=np.uint8)  # type: ignore[arg-type]
     if len(values) != math.prod(shape):
-        raise DataError(f"{path} says it is {list(shape)} but holds {len(values):,} values.")
+        held = f"more than {math.prod(shape):,}" if len(values) > math.prod(shape) else f"{len(values):,}"
+        raise DataError(f"{path} says it is {list(shape)} but holds {held} values.")
     return values.reshape(shape)
 
 

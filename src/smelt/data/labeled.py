@@ -11,10 +11,12 @@ import numpy as np
 
 from smelt.data.files import Row, column_names, column_values, read_rows, text_column
 from smelt.data.hub import is_hub, read_hub
+from smelt.data.limits import list_names
 from smelt.errors import DataError
 
 # First and second text column of GLUE-style files; the first match is used.
 _GLUE_COLUMNS = (("sentence1", "sentence2"), ("question", "sentence"), ("sentence", None), ("text", None))
+_MAX_CLASSES = 2**31
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +72,7 @@ def _guess_columns(columns: list[str], source: str) -> tuple[str, str | None]:
     for first, second in _GLUE_COLUMNS:
         if first in columns and (second is None or second in columns):
             return first, second
-    raise DataError(f"{source} has no column 'sentence' or 'text': name the text column, one of {', '.join(columns)}.")
+    raise DataError(f"{source} has no column 'sentence' or 'text': name the text column, one of {list_names(columns)}.")
 
 
 def _as_labels(values: list[Any], where: str) -> tuple[np.ndarray, tuple[str, ...] | None]:
@@ -82,7 +84,8 @@ def _as_labels(values: list[Any], where: str) -> tuple[np.ndarray, tuple[str, ..
     if numbers is None:
         words = [str(value).strip() for value in values]
         classes = tuple(sorted(set(words)))
-        return np.array([classes.index(word) for word in words], dtype=np.int64), classes
+        index = {word: number for number, word in enumerate(classes)}
+        return np.array([index[word] for word in words], dtype=np.int64), classes
     if not np.isfinite(numbers).all():
         raise DataError(
             f"{where} has a label that is not a finite number in row {int(np.argmin(np.isfinite(numbers))) + 1}."
@@ -91,11 +94,13 @@ def _as_labels(values: list[Any], where: str) -> tuple[np.ndarray, tuple[str, ..
         return numbers.astype(np.float32), None
     if numbers.min() < 0:
         raise DataError(f"{where} has negative labels, which mark unlabeled rows: give a labeled split.")
+    if numbers.max() >= _MAX_CLASSES:
+        raise DataError(f"{where} has the class {numbers.max():.6g}; classes are numbered from 0 to {_MAX_CLASSES:,}.")
     return numbers.astype(np.int64), None
 
 
 def _as_numbers(values: list[Any]) -> np.ndarray | None:
     try:
         return np.array([float(value) for value in values], dtype=np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # an integer may exceed the range of floats
         return None

@@ -8,6 +8,7 @@ from typing import Any
 
 from smelt.data.files import Row, column_names, read_rows
 from smelt.data.hub import is_hub, read_hub
+from smelt.data.limits import list_names
 from smelt.errors import DataError
 
 
@@ -53,7 +54,7 @@ def choices_from_rows(rows: list[Row], source: str) -> MultipleChoiceData:
     if layout is None:
         expected = "; ".join(", ".join(names) for names in _LAYOUTS)
         raise DataError(
-            f"{source} is not multiple choice: expected the columns {expected}; it has {', '.join(columns)}."
+            f"{source} is not multiple choice: expected the columns {expected}; it has {list_names(columns)}."
         )
     return MultipleChoiceData(
         source, tuple(_item(row, layout, f"{source} row {n}") for n, row in enumerate(rows, start=1))
@@ -74,7 +75,7 @@ def _item(row: Row, layout: tuple[str, str, str], where: str) -> MultipleChoiceI
         raise DataError(f"{where} has fewer than two options.")
     if isinstance(gold, bool) or not isinstance(gold, int) or not 0 <= gold < options:
         raise DataError(
-            f"{where} has {gold!r} in column '{layout[2]}': expected the index of an option, 0 to {options - 1}."
+            f"{where} has {gold!r:.40} in column '{layout[2]}': expected the index of an option, 0 to {options - 1}."
         )
     return MultipleChoiceItem(
         _as_texts(context, options, layout[0], where), _as_texts(scored, options, layout[1], where), gold

@@ -9,6 +9,7 @@ from typing import Any
 from smelt.data.default import SPLITS, default_documents
 from smelt.data.files import TEXT_SUFFIXES, Row, column_names, read_rows, read_text, suffix_of, text_column
 from smelt.data.hub import is_hub, read_hub
+from smelt.data.limits import list_names
 from smelt.errors import DataError
 
 
@@ -55,7 +56,7 @@ def _guess_column(rows: list[Row], source: str) -> str:
         return "text"
     text_columns = [name for name in columns if any(_is_text(row.get(name)) for row in rows[:100])]
     if len(text_columns) != 1:
-        raise DataError(f"{source} has no column 'text': name the column to read, one of {', '.join(columns)}.")
+        raise DataError(f"{source} has no column 'text': name the column to read, one of {list_names(columns)}.")
     return text_columns[0]
 
 

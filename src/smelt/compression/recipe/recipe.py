@@ -11,9 +11,10 @@ import yaml
 
 from smelt.compression import methods as methods  # every method must be registered before a recipe is parsed
 from smelt.compression.base import Method
-from smelt.config import json_schema, migrate_text, parse, read_yaml, renamed
+from smelt.config import json_schema, migrate_text, parse, renamed
 from smelt.errors import RecipeError
 from smelt.measure.multiple_choice import NORMALIZATIONS
+from smelt.strict_yaml import read_yaml
 
 _MAX_COUNT = 10**9
 

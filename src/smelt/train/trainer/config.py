@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from smelt.config import parse, read_yaml, renamed, renamed_keys, suggest
+from smelt.config import parse, renamed, renamed_keys, suggest
 from smelt.errors import ConfigError
+from smelt.strict_yaml import read_yaml
 from smelt.train.gradients.settings import CompressionSettings
 from smelt.train.trainer.gradient_sync import build_compressor, check_single_momentum, normalize_gradients
 

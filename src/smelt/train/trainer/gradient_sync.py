@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from smelt.config import load_yaml, parse, suggest
+from smelt.config import parse, suggest
 from smelt.errors import ConfigError
+from smelt.strict_yaml import load_yaml
 from smelt.train.gradients.autotune.auto import Auto, AutoCompression
 from smelt.train.gradients.comm import Traffic
 from smelt.train.gradients.compression import BucketedCompression
