@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from smelt.compression.pruning.magnitude import Magnitude
 from tests.cli.conftest import Done, Forked, Moment, Place, Smelt, llama_recipe, resume, same_bytes
 
 KILLED = -9
@@ -70,6 +73,25 @@ def test_two_steps_and_a_kill_between_them(place: Place, forked: Forked, tmp_pat
     assert same_bytes(tmp_path / "out", tmp_path / "whole")
     history = json.loads((tmp_path / "out" / "smelt.json").read_text())["history"]
     assert [step["method"] for step in history] == ["fisher", "magnitude"]
+
+
+def test_random_kills_in_three_kinds_of_steps(place: Place, forked: Forked, tmp_path: Path) -> None:
+    """Before or after a random rename, by a fixed seed; benchmarks/interrupt.py covers all methods."""
+    content = llama_recipe(place)
+    content["steps"] = [
+        {"method": "wanda-sp", "budget": {"parameters": 0.9}, "ffn_multiple": 16, "head_multiple": 2},
+        {"method": "gptq", "group_size": 16},
+        {"method": "kv-cache", "format": "int4-asym/8@float16"},
+    ]
+    arguments = ["compress", place / "llama", "-r", place.recipe("three.yaml", content), "--no-speed", "-o"]
+    assert forked(*arguments, str(tmp_path / "whole")).code == 0
+    draw, out = random.Random(0), tmp_path / "out"
+    for _ in range(6):
+        moment = Moment(number=draw.randint(1, 4), before=draw.random() < 0.5)
+        assert forked(*arguments, str(out), *resume(out), moment=moment).code == KILLED
+        assert not out.exists()
+    assert forked(*arguments, str(out), *resume(out)).code == 0
+    assert same_bytes(out, tmp_path / "whole")
 
 
 def test_spilled_activations_of_killed_runs_do_not_accumulate(place: Place, forked: Forked, tmp_path: Path) -> None:
@@ -154,6 +176,24 @@ def test_resuming_with_other_weights_at_the_same_path_is_refused(
     content[-1] ^= 1
     weights.write_bytes(content)
     assert smelt_here(*arguments, "--resume").code == 0
+
+
+def test_weights_that_change_during_the_run_are_noticed(
+    place: Place, smelt_here: Smelt, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result would be compared with another model than it was made from."""
+    model = shutil.copytree(place / "llama", tmp_path / "model")
+    apply = Magnitude.apply
+
+    def replace_the_source(self: Magnitude, *arguments: Any) -> dict[str, Any]:
+        (model / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes() + b"x")
+        return apply(self, *arguments)
+
+    monkeypatch.setattr(Magnitude, "apply", replace_the_source)
+    recipe = place.recipe("m.yaml", {"steps": [{"method": "magnitude", "budget": {"parameters": 0.8}}]})
+    done = smelt_here("compress", str(model), "-r", recipe, "-o", str(tmp_path / "out"), "--no-speed")
+    done.refused("the source model has changed since the run")
+    assert not (tmp_path / "out").exists()
 
 
 def test_resuming_with_another_evaluation_text_in_the_same_file_is_refused(

@@ -251,6 +251,7 @@ class _Run:
         if evaluation is not None:
             self.say(f"measuring the result on {evaluation.name}")
             quality = self._checkpointed_quality("after", self.model, evaluation)
+        self.work.check_weights(self.work.manifest, self.weights())  # what is compared is what was compressed
         base = load(self.source, device=self.weights_device) if speed or quality is not None else None
         if speed:
             self.say("timing both models, alternating")

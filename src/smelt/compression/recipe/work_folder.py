@@ -50,6 +50,7 @@ class WorkFolder:
         check_output(out, source)
         self.out, self.path, self._say = out, _work_path(out), say
         self.checkpoint = Checkpoint(self.path)
+        self.manifest: Manifest = {}
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -90,12 +91,13 @@ class WorkFolder:
         changed = sorted(name for name in before | weights if before.get(name) != weights.get(name))
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         raise SmeltError(
-            f"the source model has changed since the unfinished run in {self.path} ({changed[0]}{more}); "
-            "restore it, or remove that folder and start over."
+            f"the source model has changed since the run in {self.path} was started ({changed[0]}{more}); restore it, "
+            "or remove that folder and start over."
         )
 
     def open(self, unfinished: Manifest | None, manifest: Manifest) -> list[Manifest]:
         """Start the run, or continue an interrupted one whose data is unchanged; return its finished steps."""
+        self.manifest = manifest
         if unfinished is None:
             self.checkpoint.save_facts(MANIFEST, manifest)
             return []

@@ -1,0 +1,220 @@
+"""Kill runs at random moments, resume them, and compare every byte with uninterrupted runs, for every method.
+
+    python benchmarks/interrupt.py --kills 60 --seed 0
+
+A run is killed (SIGKILL) at a moment drawn uniformly over the time of the uninterrupted run; half of the resumed runs
+are killed once more. Every registered method is covered, and a recipe of three steps. The model is tiny and random:
+only bytes matter. Runs are forked from one process with all imports done, in one thread; the check of the result in a
+new process is left out, because it writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import string
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from common import table, write
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import smelt.cli.compress
+import smelt.compression.recipe.plan
+import smelt.compression.recipe.run
+from smelt.cli.main import main as smelt_main
+from smelt.compression.methods import METHODS
+
+PRUNE = {"budget": {"parameters": 0.8}}
+GROUP = {"group_size": 16}
+INPUTS = {**GROUP, "input_activations": "int8"}
+RECIPES: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    **{
+        name: ("pruning", [{"method": name, **PRUNE}]) for name in ("magnitude", "random", "taylor", "wanda-sp", "flap")
+    },
+    "fisher, full repair": ("pruning", [{"method": "fisher", **PRUNE, "repair": "full"}]),
+    "fisher, tuned": ("pruning", [{"method": "fisher", **PRUNE, "repair": "tune"}]),
+    **{name: ("quantization", [{"method": name, **GROUP}]) for name in ("rtn", "gptq", "hqq")},
+    **{name: ("quantization, scales searched", [{"method": name, **GROUP}]) for name in ("awq", "aqas")},
+    "smoothquant": ("quantization, scales searched", [{"method": "smoothquant", **INPUTS}]),
+    "omniquant": ("quantization, learned", [{"method": "omniquant", **GROUP, "epochs": 2}]),
+    "flexround": ("quantization, learned", [{"method": "flexround", **GROUP, "iterations": 6}]),
+    "mixed": ("bit-width search", [{"method": "mixed", **GROUP, "bits": 4.5}]),
+    "rotate, rtn": ("rotation", [{"method": "rotate"}, {"method": "rtn", **GROUP}]),
+    "quarot": ("rotation", [{"method": "quarot", **INPUTS}]),
+    "spinquant": ("rotation, learned", [{"method": "spinquant", **INPUTS, "steps": 6}]),
+    "rtn, rilq": (
+        "adapters, distilled",
+        [{"method": "rtn", **GROUP}, {"method": "rilq", "rank": 2, "updates": 6, "validate_every": 2}],
+    ),
+    "kv-cache": ("KV cache", [{"method": "kv-cache", "format": "int4-asym/8@float16"}]),
+    "wanda-sp, gptq, kv-cache": (
+        "three steps",
+        [
+            {"method": "wanda-sp", **PRUNE, "ffn_multiple": 16, "head_multiple": 2},
+            {"method": "gptq", **GROUP},
+            {"method": "kv-cache", "format": "int4-asym/8@float16"},
+        ],
+    ),
+}
+WITH_TIMES = ("measurements.json", "report.html")
+PHASES = ("starting", "measuring the source", "inside a step", "between steps", "measuring and saving the result")
+
+
+def check_coverage() -> None:
+    """Raise if a registered method is in no recipe."""
+    missing = set(METHODS) - {step["method"] for _, steps in RECIPES.values() for step in steps}
+    if missing:
+        raise SystemExit(f"no recipe uses {', '.join(sorted(missing))}")
+
+
+def build_model(folder: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = LlamaConfig(**sizes, num_hidden_layers=4, head_dim=8, vocab_size=100, max_position_embeddings=128)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    vocabulary = {token: number for number, token in enumerate(["[UNK]", *string.ascii_lowercase, " ", "."])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]", eos_token=".").save_pretrained(folder)
+
+
+def start(arguments: list[str], log: Path) -> int:
+    """Fork a run of `smelt`; return its process id."""
+    process = os.fork()
+    if process:
+        return process
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    smelt.compression.recipe.run.verify = lambda *_: None
+    smelt.compression.recipe.plan.matrix_speed = lambda: 1e10
+    try:
+        smelt_main(arguments)
+    except SystemExit as ended:
+        os._exit(int(ended.code or 0))
+    os._exit(1)
+
+
+def run(arguments: list[str], log: Path, seconds: float | None = None) -> tuple[bool, float]:
+    """Run to the end, or kill after some seconds; return whether it was killed, and the time."""
+    began = time.perf_counter()
+    process = start(arguments, log)
+    if seconds is not None:
+        while time.perf_counter() - began < seconds:
+            if os.waitpid(process, os.WNOHANG)[0]:
+                return False, time.perf_counter() - began
+            time.sleep(0.001)
+        os.kill(process, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    if code not in (0, -signal.SIGKILL):
+        raise SystemExit(f"{' '.join(arguments)} ended with {code}:\n{log.read_text()}")
+    return code == -signal.SIGKILL, time.perf_counter() - began
+
+
+def phase(work: Path, steps: int) -> str:
+    """Return what the killed run was doing, from what it left."""
+    if not (work / "run.json").exists():
+        return PHASES[0]
+    finished = sum((work / f"step-{position}.json").exists() for position in range(steps))
+    if finished == steps:
+        return PHASES[4]
+    if (work / f"step-{finished}-work").exists() or (work / f"step-{finished}").exists():
+        return PHASES[2]
+    return PHASES[3] if finished else PHASES[1]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = [file for file in folder.rglob("*") if file.is_file() and file.name not in WITH_TIMES]
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
+
+
+def interrupted(arguments: list[str], out: Path, log: Path, seconds: float, draw: random.Random) -> Counter[str]:
+    """Run to the end with one or two kills; count them by what the run was doing."""
+    work = out.with_name(out.name + ".partial")
+    steps = len(yaml.safe_load(Path(arguments[arguments.index("-r") + 1]).read_text())["steps"])
+    limits = [draw.uniform(0, seconds), *([draw.uniform(0, seconds)] if draw.random() < 0.5 else [])]
+    kills: Counter[str] = Counter()
+    for limit in [*limits, None]:
+        resume = ["--resume"] if (work / "run.json").exists() else []
+        killed, _ = run([*arguments, "-o", str(out), *resume], log, limit)
+        kills.update([PHASES[4] if out.exists() else phase(work, steps)] if killed else [])
+        if out.exists():
+            break
+    return kills
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--kills", type=int, default=60)
+    options.add_argument("--seed", type=int, default=0)
+    chosen = options.parse_args()
+    check_coverage()
+    torch.set_num_threads(1)
+    draw = random.Random(chosen.seed)
+    per_recipe = -(-chosen.kills // len(RECIPES))
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    phases: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary)
+        build_model(root / "model")
+        (root / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+        for number, (name, (kind, steps)) in enumerate(RECIPES.items()):
+            same, found = compare(root, number, steps, per_recipe, draw)
+            counts[kind].update({"kills": sum(found.values()), "resumed runs": len(same), "same bytes": sum(same)})
+            phases.update(found)
+            print(f"{name}: {sum(found.values())} kills, {sum(same)} of {len(same)} resumed runs equal", flush=True)
+    report(counts, phases, chosen.seed)
+
+
+def compare(
+    root: Path, number: int, steps: list[dict[str, Any]], kills: int, draw: random.Random
+) -> tuple[list[bool], Counter[str]]:
+    """Kill runs of one recipe so many times; return whether each result was equal, and when they were killed."""
+    folder = root / str(number)
+    folder.mkdir()
+    recipe = {
+        "data": {"source": str(root / "text.txt"), "samples": 12, "seq_len": 32, "batch_size": 2},
+        "evaluate": {"context": 64, "limit": 1000},
+        "steps": steps,
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    arguments = ["compress", str(root / "model"), "-r", str(folder / "recipe.yaml"), "--no-speed"]
+    _, seconds = run([*arguments, "-o", str(folder / "whole")], folder / "log")
+    whole = contents(folder / "whole")
+    same, found = list[bool](), Counter[str]()
+    while sum(found.values()) < kills:
+        out = folder / f"out-{len(same)}"
+        found.update(interrupted(arguments, out, folder / "log", seconds, draw))
+        same.append(contents(out) == whole)
+    return same, found
+
+
+def report(counts: dict[str, Counter[str]], phases: Counter[str], seed: int) -> None:
+    columns = ("kills", "resumed runs", "same bytes")
+    total = Counter({column: sum(count[column] for count in counts.values()) for column in columns})
+    rows = [{"step": kind, **{column: count[column] for column in columns}} for kind, count in counts.items()]
+    rows += [{"step": "all", **total, "seed": seed, "moments": dict(phases)}]
+    text = [
+        "# Killed at random moments",
+        f"`python benchmarks/interrupt.py --seed {seed}`: SIGKILL at moments drawn uniformly "
+        "over the time of the uninterrupted run, then `--resume`. Same bytes: of every file but those with times.",
+        table(["steps", *columns], [[str(row["step"]), *(str(row[column]) for column in columns)] for row in rows]),
+        table(["killed while", "kills"], [[name, str(phases[name])] for name in PHASES]),
+    ]
+    write("interrupt", rows, "\n\n".join(text))
+    if total["same bytes"] != total["resumed runs"]:
+        sys.exit("a resumed run differs from the uninterrupted one")
+
+
+if __name__ == "__main__":
+    main()
