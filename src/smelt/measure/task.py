@@ -40,7 +40,7 @@ def evaluate_task(
     metric = _checked_metric(metric, numbers)
     outputs: Outputs = partial(_outputs, model, max_length, batch_size, progress)
     logits = None if embedding else outputs(data, lambda batch: model.network(**batch).logits)
-    labels = data.labels if numbers else _model_labels(model, data)
+    labels = data.labels if numbers else model_labels(model, data)
     predictions = (
         _cosine_similarities(model, data, outputs) if logits is None else _predictions(logits, labels, data, numbers)
     )
@@ -100,7 +100,7 @@ def _checked_metric(metric: str | None, numbers: bool) -> str:
     return metric
 
 
-def _model_labels(model: Model, data: LabeledData) -> np.ndarray:
+def model_labels(model: Model, data: LabeledData) -> np.ndarray:
     """Map labels to the model's numbering by class name, if both the file and the model have names."""
     numbers = {str(name).lower(): number for name, number in model.network.config.label2id.items()}
     if data.classes is None or not all(name.lower() in numbers for name in data.classes):

@@ -244,15 +244,19 @@ class QuantizedLinear(nn.Module):
 
 
 @contextmanager
-def dequantized_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Cache the dequantized weights inside the context, for many passes over one block if memory allows."""
-    layers = [layer for layer in module.modules() if isinstance(layer, QuantizedLinear)]
-    for layer in layers:
-        layer._dequantized = layer.weight.to(dtype)
+def dequantized_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+    """Cache the dequantized weights inside the context, for many passes over one block if memory allows.
+
+    Yields them by the path of their layer; outputs are differentiable functions of them.
+    """
+    layers = quantized_layers(module)
+    weights = {path: layer.weight.to(dtype) for path, layer in layers.items()}
+    for path, layer in layers.items():
+        layer._dequantized = weights[path]
     try:
-        yield
+        yield weights
     finally:
-        for layer in layers:
+        for layer in layers.values():
             layer._dequantized = None
 
 
