@@ -7,6 +7,15 @@ from typing import Annotated, Any
 import typer
 
 from smelt.cli.output import DeviceOption, JsonOption, ModelArgument, SeedOption, console, table, write_json
+from smelt.cli.robustness import (
+    BerOption,
+    ReportOption,
+    RobustnessOption,
+    SeedsOption,
+    TriggerOption,
+    robustness_run,
+    show_robustness,
+)
 from smelt.data import TextData, load_data
 from smelt.measure.divergence import logit_divergence
 from smelt.measure.eval_result import EvalResult, meets_threshold
@@ -51,10 +60,16 @@ def run(
     limit: LimitOption = None,
     kv: KvOption = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Batch size.")] = 8,
+    robustness: RobustnessOption = False,
+    ber: BerOption = None,
+    seeds: SeedsOption = 3,
+    trigger: TriggerOption = None,
+    report: ReportOption = None,
     device: DeviceOption = "cpu",
     json_file: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
+    faults = robustness_run(robustness, ber, seeds, trigger, report)
     settings: dict[str, Any] = {
         "metric": metric, "normalize": normalize, "context": context, "limit": limit, "batch_size": batch_size
     }  # fmt: skip
@@ -73,7 +88,11 @@ def run(
         }
         if against is not None:
             content |= _compare_with(against, new, quality, loaded, settings, device, seed, progress, kv)
+        if faults is not None:
+            content["robustness"] = faults.measure(new, against, loaded, {**settings, "kv": kv}, progress)
     _show(model, quality, against, content)
+    if faults is not None:
+        show_robustness(content["robustness"])
     failures = _failures(quality, minimum, maximum, content)
     write_json(json_file, {**content, "passed": not failures})
     for failure in failures:

@@ -65,7 +65,7 @@ def _plots(content: Run) -> Markup:
     """Draw one graph per target that is measured, with a line per model and clipping."""
     models = _models(content)
     targets = list(dict.fromkeys(point["target"] for _, model in models for point in model["faults"]))
-    bers = content["settings"]["bers"]
+    bers = [ber for ber in content["settings"]["bers"] if ber > 0]  # the axis is logarithmic
     if len(bers) < 2:
         return join()
     names = [f"{_label(role, model)}{suffix}" for role, model in models for suffix in ("", ", clipped")]
@@ -90,7 +90,7 @@ def _points(model: Run, target: str, clipped: bool) -> list[tuple[float, float]]
     chosen = [
         (point["ber"], point["mean"])
         for point in model["faults"]
-        if point["target"] == target and point["clipped"] == clipped and point["mean"] is not None
+        if (point["target"], point["clipped"]) == (target, clipped) and point["mean"] is not None and point["ber"] > 0
     ]
     return sorted(chosen)
 

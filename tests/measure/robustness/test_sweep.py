@@ -88,7 +88,7 @@ def points(values: dict[float, float]) -> list[FaultPoint]:
 
 
 def test_tolerated_rates_are_interpolated_in_the_logarithm() -> None:
-    measured = points({1e-6: 0.9, 1e-4: 0.5, 1e-3: 0.1})
+    measured = points({0.0: 0.9, 1e-6: 0.9, 1e-4: 0.5, 1e-3: 0.1})
     assert tolerated_ber(measured, 0.9, 0.7) == pytest.approx(1e-5)
     assert tolerated_ber(measured, 0.9, 0.5) == pytest.approx(1e-4)
     assert tolerated_ber(measured, 0.9, 0.95) is None  # below the smallest rate

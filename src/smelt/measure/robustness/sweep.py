@@ -137,7 +137,7 @@ def tolerated_ber(points: Sequence[FaultPoint], clean: float, lowest: float) -> 
     None if that is not known: below the smallest rate, or, if nothing was lost, beyond the largest one.
     """
     below: FaultPoint | None = None
-    for point in sorted(points, key=lambda point: point.ber):
+    for point in sorted((point for point in points if point.ber > 0), key=lambda point: point.ber):
         if point.mean < lowest:
             if below is None:
                 return None
