@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from smelt.compression.recipe.run import compress
     from smelt.measure.evaluate import evaluate
     from smelt.measure.paired import compare
+    from smelt.measure.robustness.measure import measure_robustness
     from smelt.models.load import load
     from smelt.models.model import Model
     from smelt.serve.engine.async_engine import AsyncEngine
@@ -31,6 +32,7 @@ __all__ = [
     "compress",
     "evaluate",
     "load",
+    "measure_robustness",
     "plan",
 ]
 
@@ -44,6 +46,7 @@ _MODULE_OF = {
     "compress": "smelt.compression.recipe.run",
     "evaluate": "smelt.measure.evaluate",
     "load": "smelt.models.load",
+    "measure_robustness": "smelt.measure.robustness.measure",
     "plan": "smelt.compression.recipe.plan",
 }
 

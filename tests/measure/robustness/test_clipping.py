@@ -59,7 +59,7 @@ def test_gradients_pass_inside_the_range() -> None:
     x = torch.zeros(1, 2, requires_grad=True)
     with range_clipping(nn.Sequential(layer), ActivationRanges({"0": (-10.0, 10.0)})):
         layer(x).sum().backward()
-    assert torch.allclose(x.grad, layer.weight.sum(0, keepdim=True))
+    assert x.grad is not None and torch.allclose(x.grad, layer.weight.sum(0, keepdim=True))
 
 
 def test_what_is_clipped() -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from smelt.data import TextData
+from smelt.data import LabeledData, TextData
 from smelt.errors import ConfigError, DataError
 from smelt.measure.robustness.measure import RobustnessSettings, hold_out, measure_robustness
 from smelt.report.robustness import render_robustness
@@ -62,6 +62,7 @@ def test_a_language_model_has_faults_in_its_kv_cache() -> None:
 
 def test_the_last_fifth_is_held_out() -> None:
     evaluated, calibration = hold_out(rows())
+    assert isinstance(evaluated, LabeledData) and isinstance(calibration, LabeledData)
     assert (len(evaluated), len(calibration)) == (64, 16) and calibration.first == rows().first[64:]
     text, rest = hold_out(TextData("t", ("a b " * 50,)))
     assert isinstance(text, TextData) and isinstance(rest, TextData)

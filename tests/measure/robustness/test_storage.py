@@ -192,9 +192,9 @@ def test_a_float_bit_over_several_tensors() -> None:
 
 
 def test_positions_are_numbered_through_all_tensors() -> None:
-    network = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 2, bias=False))
-    tensors: list[StoredTensor] = stored_tensors(network)
-    before = network[1].weight.detach().clone()
+    first, second = nn.Linear(2, 3, bias=False), nn.Linear(3, 2, bias=False)
+    tensors: list[StoredTensor] = stored_tensors(nn.Sequential(first, second))
+    before = second.weight.detach().clone()
     with flipped_bits(tensors, np.array([32 * 6 + 31])):
-        assert network[1].weight[0, 0] == -before[0, 0]
-        assert torch.equal(network[1].weight.flatten()[1:], before.flatten()[1:])
+        assert second.weight[0, 0] == -before[0, 0]
+        assert torch.equal(second.weight.flatten()[1:], before.flatten()[1:])
