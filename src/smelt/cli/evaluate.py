@@ -6,6 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
+from smelt.cli.harness import (
+    FewshotOption,
+    HarnessOption,
+    HarnessOptions,
+    TaskCodeOption,
+    TasksOption,
+    TasksPathOption,
+    run_harness,
+)
 from smelt.cli.output import DeviceOption, JsonOption, ModelArgument, SeedOption, console, table, write_json
 from smelt.cli.robustness import (
     BerOption,
@@ -17,6 +26,7 @@ from smelt.cli.robustness import (
     show_robustness,
 )
 from smelt.data import TextData, load_data
+from smelt.errors import ConfigError
 from smelt.measure.divergence import logit_divergence
 from smelt.measure.eval_result import EvalResult, meets_threshold
 from smelt.measure.evaluate import Data, measure_quality
@@ -27,7 +37,7 @@ from smelt.models.model import Model
 from smelt.progress import Progress, progress_bars
 from smelt.report.numbers import metric as format_metric
 
-DataOption = Annotated[str, typer.Option("--data", help="A file, a hub id, or default.")]
+DataOption = Annotated[str | None, typer.Option("--data", help="A file, a hub id, or default.")]
 AgainstOption = Annotated[
     str | None,
     typer.Option("--against", metavar="BASE", help="Compare with this model; exit with 3 if MODEL is worse."),
@@ -47,7 +57,7 @@ LimitOption = Annotated[
 
 def run(
     model: ModelArgument,
-    data: DataOption,
+    data: DataOption = None,
     against: AgainstOption = None,
     minimum: MinOption = None,
     maximum: MaxOption = None,
@@ -68,14 +78,25 @@ def run(
     device: DeviceOption = "cpu",
     json_file: JsonOption = None,
     seed: SeedOption = 0,
+    harness: HarnessOption = False,
+    tasks: TasksOption = None,
+    tasks_path: TasksPathOption = None,
+    num_fewshot: FewshotOption = None,
+    allow_task_code: TaskCodeOption = False,
 ) -> None:
     faults = robustness_run(robustness, ber, seeds, trigger, report)
+    if harness:
+        options = HarnessOptions(tasks, tasks_path, allow_task_code, num_fewshot, limit, metric, batch_size, seed)
+        options.refuse(data=data, min=minimum, max=maximum, text=text, pair=pair, label=label)
+        options.refuse(normalize=normalize, kv_cache_dtype=kv, robustness=robustness or None)
+        run_harness(model, against, options, device, json_file)
+        return
     settings: dict[str, Any] = {
         "metric": metric, "normalize": normalize, "context": context, "limit": limit, "batch_size": batch_size
     }  # fmt: skip
     if normalize is not None:
         check_normalization(normalize)
-    loaded = load_data(data, text=text, pair=pair, label=label)
+    loaded = load_data(_checked_data(data, tasks), text=text, pair=pair, label=label)
     with progress_bars() as progress:
         new = load(model, device=device)
         quality = measure_quality(new, loaded, **settings, kv=kv, progress=progress)
@@ -99,6 +120,15 @@ def run(
         console.print(f"failed: {failure}")
     if failures:
         raise typer.Exit(3)
+
+
+def _checked_data(data: str | None, tasks: str | None) -> str:
+    """Return the name of the data to evaluate on."""
+    if tasks is not None:
+        raise ConfigError("--tasks names tasks of lm-eval: add --harness to run them.")
+    if data is None:
+        raise ConfigError("there is nothing to evaluate on: add --data, or --harness with --tasks.")
+    return data
 
 
 def _failures(quality: EvalResult, minimum: float | None, maximum: float | None, content: dict[str, Any]) -> list[str]:

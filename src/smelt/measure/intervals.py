@@ -17,7 +17,7 @@ from scipy.special import ndtr, ndtri, stdtrit
 
 from smelt.measure.bootstrap import automatic_block_length, long_run_error, sample_counts
 from smelt.measure.eval_result import EvalResult
-from smelt.measure.metrics import CLASSIFICATION_METRICS, METRICS
+from smelt.measure.metrics import CLASSIFICATION_METRICS, METRICS, item_mean
 
 SCORE, ITEM_BOOTSTRAP, BLOCK_BOOTSTRAP = "score interval", "item bootstrap", "block bootstrap"
 
@@ -121,7 +121,7 @@ def _scaled_quantile(values: np.ndarray, estimate: float, influence: np.ndarray)
 
 def _item_quantile(new: EvalResult, base: EvalResult, resamples: int, seed: int) -> Quantile:
     """Resample the items; the percentiles are widened by the ratio of Student's t to normal quantiles."""
-    items, metric = len(new.items), METRICS[new.metric]
+    items, metric = len(new.items), METRICS.get(new.metric, item_mean)
     differences = np.concatenate(
         [
             metric(new.predictions, new.labels, counts) - metric(base.predictions, base.labels, counts)

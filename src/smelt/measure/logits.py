@@ -86,3 +86,20 @@ def token_losses(
         for part in slices(len(targets), network.config.get_text_config().vocab_size)
     ]
     return torch.cat(losses) if losses else torch.zeros(0, dtype=torch.float64)
+
+
+def score_targets(
+    network: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, keep: Tensor, targets: Tensor,
+    cache: NewCache | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the log-likelihood of a target after each token marked in `keep`, and whether no token is more likely.
+
+    The targets and both results are numbered through the batch in order. [kept tokens], float64 and bool
+    """
+    rows = logit_rows(network, input_ids, attention_mask, keep, cache)
+    likelihoods, greedy = [], []
+    for part in slices(len(targets), network.config.get_text_config().vocab_size):
+        logits = rows(part)
+        likelihoods.append(-cross_entropy(logits, targets[part], reduction="none").double())
+        greedy.append(logits.argmax(dim=1) == targets[part])
+    return torch.cat(likelihoods), torch.cat(greedy)

@@ -58,6 +58,11 @@ def spearman(predictions: np.ndarray, labels: np.ndarray, counts: np.ndarray | N
     return _weighted_pearson(ranks(predictions, counts), ranks(labels, counts), counts)
 
 
+def item_mean(scores: np.ndarray, labels: np.ndarray | None, counts: np.ndarray) -> np.ndarray:
+    """Return the mean of the items' own scores, which are compared with no labels."""
+    return counts @ scores / counts.sum(axis=-1)
+
+
 def ranks(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return each value's rank in the sample, from 1, with ties at their mean rank. Same shape as `counts`."""
     distinct, group = np.unique(values, return_inverse=True)

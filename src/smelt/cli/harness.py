@@ -1,0 +1,112 @@
+"""`smelt eval --harness`: run tasks of lm-eval on a model, and compare two models item by item."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from smelt.cli.output import console, table, write_json
+from smelt.errors import ConfigError
+from smelt.harness.run import HarnessResult, TaskComparison, compare_tasks, evaluate_tasks
+from smelt.harness.task_files import check_installed, check_task_folder
+from smelt.models.load import load
+from smelt.progress import progress_bars
+from smelt.report.numbers import metric as format_metric
+
+HarnessOption = Annotated[
+    bool, typer.Option("--harness", help="Run --tasks with lm-eval, offline (needs smelt[harness]).")
+]
+TasksOption = Annotated[str | None, typer.Option("--tasks", help="Tasks of lm-eval, separated by commas.")]
+TasksPathOption = Annotated[
+    Path | None, typer.Option("--tasks-path", metavar="DIR", help="A folder of task files for --tasks.")
+]
+FewshotOption = Annotated[
+    int | None, typer.Option("--num-fewshot", min=0, help="Examples in the prompt of each task of --tasks.")
+]
+TaskCodeOption = Annotated[
+    bool, typer.Option("--allow-task-code", help="Run the Python code that task files name; only if you trust it.")
+]
+
+
+@dataclass(frozen=True)
+class HarnessOptions:
+    """The options of `smelt eval` that matter for tasks of lm-eval."""
+
+    tasks: str | None
+    tasks_path: Path | None
+    allow_task_code: bool
+    num_fewshot: int | None
+    limit: int | None
+    metric: str | None
+    batch_size: int
+    seed: int
+
+    @property
+    def names(self) -> list[str]:
+        names = [name.strip() for name in (self.tasks or "").split(",") if name.strip()]
+        if not names:
+            raise ConfigError("--harness needs the names of tasks: add --tasks NAME,NAME.")
+        return list(dict.fromkeys(names))
+
+    def refuse(self, **others: Any) -> None:
+        """Raise if an option is given that tasks of lm-eval do not have; it must not be ignored in silence."""
+        given = [name.replace("_", "-") for name, value in others.items() if value is not None]
+        if given:
+            raise ConfigError(f"--{given[0]} does not apply to tasks of lm-eval: leave it out, or leave out --harness.")
+
+    def settings(self) -> dict[str, Any]:
+        """Return the keyword arguments of `evaluate_tasks`."""
+        names = ("tasks_path", "allow_task_code", "num_fewshot", "limit", "batch_size", "seed")
+        return {name: getattr(self, name) for name in names}
+
+
+def run_harness(model: str, against: str | None, options: HarnessOptions, device: str, json_file: Path | None) -> None:
+    """Evaluate the tasks, compare with a base model if there is one, print and write the results."""
+    names = options.names
+    check_installed()  # before any weight is read
+    if options.tasks_path is not None:
+        check_task_folder(options.tasks_path, options.allow_task_code)
+    with progress_bars() as progress:
+        new = evaluate_tasks(load(model, device=device), names, **options.settings(), progress=progress)
+        base = None
+        if against is not None:
+            base = evaluate_tasks(load(against, device=device), names, **options.settings(), progress=progress)
+    comparisons = () if base is None else compare_tasks(new, base, metric=options.metric, seed=options.seed)
+    console.print(_table(model, new, against, base))
+    for comparison in comparisons:
+        console.print(_sentence(comparison))
+    worse = [comparison.task for comparison in comparisons if comparison.comparison.verdict == "worse"]
+    content = {"model": model, **new.to_json(), "passed": not worse}
+    if base is not None:
+        results = [comparison.to_json() for comparison in comparisons]
+        content |= {"against": against, "base": base.to_json(), "comparisons": results}
+    write_json(json_file, content)
+    if worse:
+        console.print(f"failed: worse than {against} on {', '.join(worse)}")
+        raise typer.Exit(3)
+
+
+def _table(model: str, new: HarnessResult, against: str | None, base: HarnessResult | None) -> Any:
+    rows = []
+    for index, task in enumerate(new.tasks):
+        for position, value in enumerate(task.metrics):
+            name = value.name if value.filter == "none" else f"{value.name} ({value.filter})"
+            shown = [task.name, "-" if task.items is None else f"{task.items:,}", name, format_metric(value.value)]
+            shown.append("-" if value.stderr is None else format_metric(value.stderr))
+            if base is not None:
+                shown.append(format_metric(base.tasks[index].metrics[position].value))
+            rows.append(shown)
+    headings = ["task", "items", "metric", model, "stderr", *([] if against is None else [against])]
+    return table(f"lm-eval {new.lm_eval}", headings, rows)
+
+
+def _sentence(result: TaskComparison) -> str:
+    comparison = result.comparison
+    low, high = comparison.interval
+    interval = f"{comparison.confidence:.0%} interval [{low:+.4g}, {high:+.4g}]"
+    difference = f"{result.task}, {result.metric}: difference {comparison.difference:+.4g}, {interval}"
+    changed = "" if comparison.gained is None else f", gained {comparison.gained}, lost {comparison.lost} items"
+    return f"{difference}{changed}: {comparison.verdict}"
