@@ -22,6 +22,8 @@ COMMANDS = {
     "inspect": "Show the anatomy of a model: blocks, heads, KV groups, FFN channels, parameters, MACs, bytes.",
     "plan": "Estimate memory, time and disk of a recipe before running it; refuse what cannot fit.",
     "compress": "Compress a model with a recipe or one method; save it, verify that it reloads, and report the cost.",
+    "verify": "Check an artifact against its passport: files, signature, that it loads, that it can be reproduced.",
+    "sign": "Sign a model folder with a private key (an OpenSSF model signing bundle).",
     "migrate": "Rewrite the old keys of a recipe or training configuration.",
     "schema": "Print the JSON Schema of recipes, or of training or server configurations, for editors.",
     "eval": "Measure quality on data; with --against, compare with a base model, with a confidence interval.",

@@ -37,6 +37,10 @@ OffloadOption = Annotated[
     bool, typer.Option("--offload", help="Keep the model in host memory; bring its blocks to the device one at a time.")
 ]
 
+SignKeyOption = Annotated[
+    Path | None, typer.Option("--sign-key", help="Sign the result with this private key (PEM, elliptic curve).")
+]
+
 
 def run(
     model: ModelArgument,
@@ -53,6 +57,7 @@ def run(
     speed: SpeedOption = True,
     device: DeviceOption = "cpu",
     offload: OffloadOption = False,
+    sign_key: SignKeyOption = None,
     json_file: JsonOption = None,
     seed: SeedOverride = None,
 ) -> None:
@@ -61,7 +66,8 @@ def run(
     with progress_bars() as progress:
         result = compress(
             model, read, out,
-            resume=resume, device=device, offload=offload, speed=speed, samples=prompt, progress=progress, say=say,
+            resume=resume, device=device, offload=offload, speed=speed, samples=prompt, sign_key=sign_key,
+            progress=progress, say=say,
         )  # fmt: skip
     console.print(summary_table(result.record))
     for sample in result.record.get("samples", []):

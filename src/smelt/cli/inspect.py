@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from smelt.cli.output import JsonOption, ModelArgument, SeedOption, console, table, write_json
+from smelt.compression.passport.document import PASSPORT, passport_lines, read_passport
 from smelt.measure.cost import (
     Workload,
     block_cost,
@@ -43,7 +45,13 @@ def run(
     kv = read_kv_cache_format(model)
     if kv is not None:
         console.print(f"KV cache in {kv}")
-    write_json(json_file, {"model": model, **content, **({"kv": kv.to_json()} if kv else {})})
+    passport = read_passport(Path(model)) if (Path(model) / PASSPORT).is_file() else None
+    if passport is not None:
+        for line in passport_lines(passport):
+            console.print(line)
+    described = {"fingerprint": passport.fingerprint, "source": passport.source} if passport else None
+    extra = {"kv": kv and kv.to_json(), "passport": described}
+    write_json(json_file, {"model": model, **content, **{name: value for name, value in extra.items() if value}})
 
 
 def describe(anatomy: Anatomy, tokens: int) -> dict[str, Any]:

@@ -26,6 +26,25 @@ from smelt.registry import Registry
 Batch = dict[str, Tensor]
 
 
+class Choices:
+    """What the searches of a step decided, as JSON data by name.
+
+    A repeated run takes the `recorded` choices of the first one, because a search that measures the machine could
+    decide differently.
+    """
+
+    def __init__(self, recorded: Mapping[str, Any] | None = None) -> None:
+        self._recorded = dict(recorded or {})
+        self.made: dict[str, Any] = {}
+
+    def recorded(self, name: str) -> Any:
+        """Return the choice to repeat, or None if the search is to decide; it comes from a file, so check it."""
+        return self._recorded.get(name)
+
+    def record(self, name: str, choice: Any) -> None:
+        self.made[name] = choice
+
+
 @dataclass(frozen=True)
 class MethodContext:
     """What a method gets besides the model: calibration batches, seed, progress and checkpoint."""
@@ -37,6 +56,7 @@ class MethodContext:
     memory_limit: int | None = None  # bytes of activations kept in memory; None: no limit
     folder: Path | None = None  # activations beyond that limit are written here
     device: torch.device | None = None  # blocks are moved here one at a time; None: compute where the network is
+    choices: Choices = field(default_factory=Choices)
 
     @property
     def mean_tokens(self) -> float:

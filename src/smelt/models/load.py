@@ -21,7 +21,7 @@ from smelt.models.model import Model
 from smelt.models.network import empty_network, fill_network, matching_network, parameters_on_meta
 from smelt.models.quantized import QuantizationScheme, QuantizedLinear, replace_module
 from smelt.models.tokenizer import TOKENIZER_FILES, load_tokenizer
-from smelt.models.weights import float_dtype, read_headers, read_safetensors
+from smelt.models.weights import float_dtype, read_headers, read_safetensors, weight_files
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_SUFFIXES = {".gguf", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json", ".yaml"}
@@ -82,6 +82,15 @@ def resolve(spec: str | Path, *, config_only: bool = False) -> Path:
         return _fetch_from_hub(spec, ["config.json"] if config_only else _FROM_HUB)
     bundled = ", ".join(BUNDLED)
     raise ModelError(f"no model at {spec}; give a bundled name ({bundled}), a folder, a .gguf file or a hub id.")
+
+
+def source_files(spec: str | Path) -> dict[str, Path]:
+    """Return the files that `load` reads for `spec`, by name: the weights and the text files beside them."""
+    path = resolve(spec)
+    if path.is_file():
+        return {path.name: path}
+    texts = [file for pattern in ("*.json", "*.txt", "*.model", "*.jinja") for file in path.glob(pattern)]
+    return {file.name: file for file in sorted({*weight_files(path), *texts}) if file.is_file()}
 
 
 def _fetch_from_hub(hub_id: str, patterns: list[str]) -> Path:

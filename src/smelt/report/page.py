@@ -36,6 +36,7 @@ def render(run: Mapping[str, Any]) -> str:
         sections.samples(run),
         sections.steps(run),
         sections.recipe(run),
+        sections.passport(run),
         sections.machine(run),
         sections.papers(run),
         tag("footer", "Written by Smelt."),

@@ -86,6 +86,26 @@ def recipe(run: Run) -> Markup | None:
     return section("Recipe", tag("pre", run["recipe"])) if run.get("recipe") else None
 
 
+def passport(run: Run) -> Markup | None:
+    """Show where the model came from and the hashes of its files; `smelt verify` checks them."""
+    facts = run.get("passport") or {}
+    if not facts:
+        return None
+    source = facts.get("source") or {}
+    pairs = [("source model", source.get("name")), ("sha256 of its files", source.get("sha256"))]
+    pairs += [("its license", source.get("license"))]
+    for part, data in (facts.get("data") or {}).items():
+        if data:
+            pairs += [(f"{part} data", f"{data.get('name')}, {data.get('items')} items, sha256 {data.get('sha256')}")]
+    pairs += [("sha256 of all files below", facts.get("fingerprint"))]
+    rows = [
+        (name, numbers.size(file["bytes"]), tag("code", file["sha256"]))
+        for name, file in (facts.get("files") or {}).items()
+    ]
+    origin = tag("dl", *(join(tag("dt", label), tag("dd", text or "not stated")) for label, text in pairs))
+    return section("Passport", origin, table(("file", "size", "sha256"), rows))
+
+
 def machine(run: Run) -> Markup | None:
     """List hardware and versions."""
     pairs = [

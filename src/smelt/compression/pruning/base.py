@@ -6,6 +6,7 @@ A method supplies the scores; the base class supplies unit costs, the search, su
 from __future__ import annotations
 
 import math
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,6 +97,7 @@ class StructuredPruning(Method):
         scores = self.scores(anatomy, observations, context)
         choice = checkpointed_selection(
             context,
+            anatomy,
             "choice",
             lambda: self.refine(anatomy, self.select_units(anatomy, scores, context, self.budget), observations),
         )
@@ -290,14 +292,48 @@ def search_true_cost(
     return best
 
 
-def checkpointed_selection(context: MethodContext, name: str, choose: Callable[[], KeptUnits]) -> KeptUnits:
-    """Return the checkpointed selection, or make it: a latency measured again could change it in a resumed run."""
+def checkpointed_selection(
+    context: MethodContext, anatomy: Anatomy, name: str, choose: Callable[[], KeptUnits]
+) -> KeptUnits:
+    """Return the recorded or checkpointed selection, or make it: a latency measured again could change it."""
     done = context.checkpoint.load(name)
-    if done is None:
-        choice = choose()
+    if done is not None:
+        choice = [done[key].numpy() for key in sorted(done)]
+    else:
+        recorded = context.choices.recorded(name)
+        choice = choose() if recorded is None else _recorded_selection(anatomy, recorded)
         context.checkpoint.save(name, {f"{i:05d}": torch.from_numpy(kept) for i, kept in enumerate(choice)})
-        return choice
-    return [done[key].numpy() for key in sorted(done)]
+    context.choices.record(name, [_format_ranges(kept.tolist()) for kept in choice])
+    return choice
+
+
+def _recorded_selection(anatomy: Anatomy, recorded: Any) -> KeptUnits:
+    """Return a selection from a file after checking that it names units of this network."""
+    texts = isinstance(recorded, list) and all(isinstance(text, str) for text in recorded)
+    if not texts or len(recorded) != len(anatomy.parts):
+        raise RecipeError("the recorded choice of units does not fit this network.")
+    return [_parse_ranges(text, part) for part, text in zip(anatomy.parts, recorded, strict=True)]
+
+
+def _format_ranges(units: Sequence[int]) -> str:
+    """Write ascending numbers as ranges: `0-3,7`."""
+    known = set(units)
+    starts, ends = [unit for unit in units if unit - 1 not in known], [unit for unit in units if unit + 1 not in known]
+    ranges = zip(starts, ends, strict=True)
+    return ",".join(str(start) if start == end else f"{start}-{end}" for start, end in ranges)
+
+
+def _parse_ranges(text: Any, part: Part) -> np.ndarray:
+    """Read ascending ranges of the units of a part."""
+    units: list[int] = []
+    ranges = text.split(",") if text else []
+    for entry in ranges:
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", entry, re.ASCII)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (-1, -1)
+        if not (units[-1] if units else -1) < first <= last < part.units:
+            raise RecipeError(f"the recorded choice of units of {part.name} does not fit this network.")
+        units += range(first, last + 1)
+    return np.array(units, dtype=np.int64)
 
 
 def sum_per_unit(part: Part, value: Callable[[Projection], Tensor]) -> np.ndarray:

@@ -79,7 +79,7 @@ class Fisher(StructuredPruning):
             larger = Budget(self.budget.measure, math.sqrt(self.budget.keep))
             anatomy = model.anatomy
             assistant = checkpointed_selection(
-                context, "assistant", lambda: self.select_units(anatomy, scores, context, larger)
+                context, anatomy, "assistant", lambda: self.select_units(anatomy, scores, context, larger)
             )
         return cut_and_repair(model, choice, self.repair_settings(model), context, assistant)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,10 +86,24 @@ class MixedPrecision(Quantization):
         groups = [group for block in model.anatomy.blocks for group in layer_groups(block)]
         costs = np.array([[size_in_bits(group, number_format) for number_format in self.formats] for group in groups])
         table = [errors[group.path] for group in groups]
-        chosen = assign_bit_widths(np.array(table), costs, self.bits * sum(map(num_weights, groups)))
+        chosen = self._recorded_choice(context.choices.recorded("bit_widths"), groups)
+        if chosen is None:
+            chosen = assign_bit_widths(np.array(table), costs, self.bits * sum(map(num_weights, groups)))
+        widths = {group.path: self.widths[choice] for group, choice in zip(groups, chosen, strict=True)}
+        context.choices.record("bit_widths", widths)
         return {
             group.path: (self.formats[choice], row) for group, choice, row in zip(groups, chosen, table, strict=True)
         }
+
+    def _recorded_choice(self, widths: Any, groups: Sequence[LayerGroup]) -> list[int] | None:
+        """Return recorded bit widths as choices, after checking that they fit this network; None if there are none."""
+        if widths is None:
+            return None
+        if not isinstance(widths, dict) or set(widths) != {group.path for group in groups}:
+            raise RecipeError("the recorded bit widths do not fit this network.")
+        if any(type(width) is not int or width not in self.widths for width in widths.values()):
+            raise RecipeError(f"the recorded bit widths must be among {self.bit_widths}.")
+        return [self.widths.index(widths[group.path]) for group in groups]
 
     def sensitivity(self, model: Model, context: MethodContext) -> dict[str, list[float]]:
         """Return, per group and width, the squared error of the block's output relative to its squared norm."""

@@ -27,7 +27,7 @@ def calibration_data(recipe: Recipe, model: Model) -> TextData | LabeledData:
     """Load all data that calibration may draw from, and check that the model can use it."""
     if model.tokenizer is None:
         raise DataError("this model has no tokenizer, so it cannot be calibrated on text; use a method without data.")
-    return _usable_data(recipe, model)
+    return usable_data(recipe, model)
 
 
 def check_data(recipe: Recipe, skeleton: Model) -> None:
@@ -42,13 +42,14 @@ def check_data(recipe: Recipe, skeleton: Model) -> None:
             f"{calibrated or 'this recipe'} needs calibration data, which Smelt can read only for text models; for an "
             "image model use a method that needs no data, such as rtn, hqq or magnitude."
         )
-    data, held_out = split(recipe, _usable_data(recipe, skeleton))
+    data, held_out = split(recipe, usable_data(recipe, skeleton))
     if calibrated is not None and not isinstance(data, LabeledData):
         _check_context(recipe.data, skeleton)
     evaluation_data(recipe, held_out, skeleton)
 
 
-def _usable_data(recipe: Recipe, model: Model) -> TextData | LabeledData:
+def usable_data(recipe: Recipe, model: Model) -> TextData | LabeledData:
+    """Load the calibration data and check that the model, which may have no weights, can use it."""
     settings = recipe.data
     data = _read(settings, model, "calibration")
     if isinstance(data, MultipleChoiceData):

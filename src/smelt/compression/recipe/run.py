@@ -10,7 +10,7 @@ import itertools
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from smelt.compression.base import Method, MethodContext
+from smelt.compression.passport.issue import PassportBuilder
 from smelt.compression.recipe.batch import resolve_batch_size
 from smelt.compression.recipe.inputs import (
     calibration_batches,
@@ -44,7 +45,7 @@ from smelt.measure.evaluate import Data, measure_quality
 from smelt.measure.memory import PeakMemory
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.finite import find_non_finite
-from smelt.models.load import load, resolve, skeleton
+from smelt.models.load import load, skeleton, source_files
 from smelt.models.model import Model
 from smelt.models.verify import verify
 from smelt.progress import NullProgress, Progress
@@ -73,6 +74,8 @@ def compress(
     offload: bool = False,
     speed: bool = True,
     samples: list[str] | None = None,
+    sign_key: Path | None = None,
+    choices: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
     say: Say = lambda _: None,
 ) -> CompressionResult:
@@ -80,11 +83,13 @@ def compress(
 
     What cannot work (an unsupported model, missing data, too little memory or disk) is an error before the model is
     loaded. `samples` are prompts to complete before and after. With `offload` the model stays in host memory and its
-    blocks are moved to the device one at a time.
+    blocks are moved to the device one at a time. `sign_key` is a private key (PEM) to sign the result with. `choices`
+    are those of the passport of an earlier run, to repeat them instead of searching.
     """
     folder = Path(folder)
     work = WorkFolder(folder, source, say)
     run = _Run(source, recipe, work, device, offload, progress or NullProgress(), say)
+    run.passport = PassportBuilder(source, recipe.to_json(), device, offload, sign_key, choices or {})
     with work.locked():
         unfinished = work.find_unfinished(run.identity, resume)
         run.check()
@@ -116,6 +121,7 @@ class _Run:
         self.work, self.checkpoint = work, work.checkpoint
         self.record: dict[str, Any] = {}
         self.model: Model
+        self.passport: PassportBuilder
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -139,10 +145,9 @@ class _Run:
 
     def weights(self) -> dict[str, str]:
         """Return the hash of each file of the source model."""
-        path = resolve(self.source)
-        if path.is_file():
-            return hash_files({path.name: path}, cache=True, progress=self.progress)
-        return hash_folder(path, cache=True, progress=self.progress, follow_links=True)
+        hashes = hash_files(source_files(self.source), cache=True, progress=self.progress)
+        self.passport.source_hashes = hashes
+        return hashes
 
     def fingerprints(self, weights: dict[str, str], batches: list[Batch], evaluation: Data | None) -> dict[str, Any]:
         """Return the fingerprints of all inputs, for the manifest of the run."""
@@ -168,13 +173,19 @@ class _Run:
                 f"{broken} of {self.source} contains NaN or infinity; a model must be sound to be compressed."
             )
         if not needs_data(self.recipe):
-            return model, [], evaluation_data(self.recipe, None, model) if model.tokenizer else None
+            evaluation = evaluation_data(self.recipe, None, model) if model.tokenizer else None
+            self.passport.add_data(None, evaluation)
+            return model, [], evaluation
         data, held_out = split(self.recipe, calibration_data(self.recipe, model))
         batches: list[Batch] = []
         if any(step.uses_data for step in self.recipe.steps):
-            settings = resolve_batch_size(self.recipe, model.anatomy, torch.device(self.device)).data
+            recorded = self.passport.recorded_batch_size(self.recipe)
+            settings = resolve_batch_size(recorded, model.anatomy, torch.device(self.device)).data
+            self.passport.batch_size = settings.batch_size
             batches = calibration_batches(settings, data, model, self.recipe.seed)
-        return model, batches, evaluation_data(self.recipe, held_out, model)
+        evaluation = evaluation_data(self.recipe, held_out, model)
+        self.passport.add_data(data, evaluation)
+        return model, batches, evaluation
 
     def before(self, model: Model, evaluation: Data | None, sentences: list[str]) -> Before:
         """Measure the model before any change; the result is checkpointed."""
@@ -205,6 +216,7 @@ class _Run:
             memory_limit=None if self.recipe.memory_limit is None else parse_bytes(self.recipe.memory_limit),
             folder=self.work.path,
             device=torch.device(self.device) if self.weights_device != self.device else None,
+            choices=self.passport.recorded_choices(name),
         )
         torch.manual_seed(self.recipe.seed)
         untouched = _states(model)
@@ -225,6 +237,7 @@ class _Run:
             "layers": facts.pop("layers", {}),
             "few_tokens": facts.pop("few_tokens", []),
             "facts": facts,
+            "choices": context.choices.made,
         }
         folder = self.work.path / name
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before the record of the step
@@ -262,8 +275,10 @@ class _Run:
         with atomic_folder(self.folder, inside=self.work.path) as temporary:
             save_artifact(self.model, temporary, {"recipe": self.recipe.to_json(), **after.reproducible})
             verify(self.model, temporary)
+            self.record["passport"] = self.passport.prepare(temporary, self.model, steps, after.reproducible)
             (temporary / "measurements.json").write_text(json_text(self.record))
             write_report(self.record, temporary / "report.html")
+            self.passport.write(temporary, self.folder.name)
         self.model.source = str(self.folder)
         self.work.remove()
 
