@@ -35,3 +35,8 @@ class FormatError(SmeltError):
 
 class RequestError(SmeltError):
     """A request cannot be served: a value is out of range, the prompt is too long, or the queue is full."""
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether an error is a panic of a Rust library such as tokenizers, which is no `Exception`."""
+    return type(error).__name__ == "PanicException"

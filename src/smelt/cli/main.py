@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from smelt.errors import SmeltError
+from smelt.errors import SmeltError, is_panic
 
 DEBUG = "--debug"
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -35,8 +35,13 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
-    except Exception as error:
-        if _is_out_of_memory(error):
+    except BaseException as error:
+        if is_panic(error):
+            reason = " ".join(str(error).split())[:200]
+            code = _fail(f"a library gave up on this input ({reason}); check the files of the model.")
+        elif not isinstance(error, Exception):
+            raise
+        elif _is_out_of_memory(error):
             code = _fail(NO_MEMORY)
         else:
             code = _fail(

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from smelt.errors import ModelError
+from smelt.errors import ModelError, is_panic
 from smelt.models.config import hub_offline, quiet_transformers, read_config
 from smelt.models.json_file import one_line
+from smelt.models.tokenizer_file import check_tokenizer_files
 
 TOKENIZER_FILES = [
     "tokenizer.json",
@@ -19,17 +20,25 @@ TOKENIZER_FILES = [
     "spiece.model",
 ]
 
+_PROBE = "Hello, 1 + 1 = 2!\n\u00e9"
+
 
 def load_tokenizer(folder: Path, config: PreTrainedConfig) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer of a folder in Hugging Face format; None if it has no tokenizer files."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
+    check_tokenizer_files(folder)
     try:
         with quiet_transformers(), hub_offline():
-            return AutoTokenizer.from_pretrained(
+            tokenizer = AutoTokenizer.from_pretrained(
                 str(folder), config=config, local_files_only=True, trust_remote_code=False
             )
-    except Exception as error:  # third-party code on untrusted values may raise anything
+            tokenizer(_PROBE)  # some contradictions show only now
+            return tokenizer
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        # Third-party code on untrusted values may raise anything.
         raise ModelError(f"the tokenizer in {folder} cannot be loaded ({one_line(error)}).") from error
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from smelt.errors import ModelError, RequestError
-from smelt.models.json_file import one_line
+from smelt.errors import ModelError
+from smelt.models.chat_template import ChatTemplateRenderer
 from smelt.serve.engine.detokenizer import Detokenizer
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.sampling_params import SamplingParams
@@ -38,6 +38,7 @@ class Conversation:
         if tokenizer is None or not tokenizer.chat_template:
             raise ModelError(f"{source} has no chat template, so it is not a chat model; choose an instruct model.")
         self.engine, self.sampling, self.tokenizer = engine, sampling, tokenizer
+        self.template = ChatTemplateRenderer(tokenizer)
         self.system = system
         self.messages: list[Message] = []
         self.turns: list[Turn] = []
@@ -99,15 +100,8 @@ class Conversation:
     def prompt(self) -> list[int]:
         """Return the conversation as token ids by the model's chat template, with the generation prompt."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        try:
-            text = self.tokenizer.apply_chat_template(
-                [*system, *self.messages], add_generation_prompt=True, tokenize=False
-            )
-        except Exception as error:  # a template is third-party code and may raise anything
-            raise RequestError(
-                f"the model's chat template does not accept this conversation ({one_line(error)})."
-            ) from error
-        return list(self.tokenizer(str(text), add_special_tokens=False)["input_ids"])
+        text = self.template.render([*system, *self.messages])
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _sampling(self) -> SamplingParams:
         """Use a new seed for each turn, and the tokenizer's EOS token in addition to the model's."""

@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from smelt.errors import ModelError
+from smelt.errors import ModelError, is_panic
 from smelt.models.gguf.reader import GgufFile
 from smelt.models.json_file import one_line
 
@@ -56,7 +56,9 @@ def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase | None:
         return _to_transformers(tokenizer, vocabulary)
     except ModelError as error:
         raise ModelError(f"{file.path} {error}") from None
-    except Exception as error:  # the tokenizers library raises plain Exception
+    except BaseException as error:  # the tokenizers library raises plain Exception, and panics
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         raise ModelError(f"{file.path} has a tokenizer that cannot be built ({one_line(error)}).") from error
 
 

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from smelt.errors import RequestError, is_panic
+from smelt.models.chat_template import ChatTemplateRenderer, TemplateLimitError
 from smelt.serve.engine.detokenizer import INCOMPLETE, Detokenizer
 from smelt.serve.server.errors import ApiError
 
@@ -31,6 +33,7 @@ class AsyncTokenizer:
             inner.no_padding()
         self._max_token_length = max((len(token) for token in tokenizer.get_vocab()), default=1)
         self._decoder: Any = _FastDecoder(inner) if _uses_standard_decode(tokenizer) else tokenizer
+        self._template = ChatTemplateRenderer(tokenizer)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         byte_level = inner is not None and "ByteLevel" in repr(inner.decoder)
         self._byte_of = {character: byte for byte, character in _byte_characters().items()} if byte_level else {}
@@ -50,8 +53,7 @@ class AsyncTokenizer:
                 400, "the model has no chat template; use /v1/completions, or add a chat_template.jinja to it.",
                 param="messages", code="no_chat_template",
             )  # fmt: skip
-        size = sum(len(message["content"]) for message in messages)
-        text = await self._run(INLINE_CHARACTERS + size, lambda: self._render(messages))
+        text = await asyncio.get_running_loop().run_in_executor(self._thread, self._render, messages)
         return await self.encode(text, special=False, param="messages")
 
     async def decode(self, tokens: Sequence[int]) -> str:
@@ -61,21 +63,23 @@ class AsyncTokenizer:
         return Detokenizer(self._decoder, prompt, stop, include_stop=include_stop)
 
     def close(self) -> None:
+        self._template.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _render(self, messages: list[dict[str, str]]) -> str:
-        """Apply the template with transformers, which runs it in a sandbox."""
         try:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        except Exception as error:  # a template may raise anything, with any text
+            return self._template.render(messages)
+        except TemplateLimitError as error:  # the model's fault, not the client's
+            raise ApiError(500, str(error), code="chat_template") from error
+        except RequestError as error:
             roles = ", ".join(message["role"] for message in messages[:8])
             message = f"the model's chat template does not accept messages in this order of roles: {roles}."
             raise ApiError(400, message, param="messages") from error
 
     async def _run(self, size: int, work: Callable[[], T]) -> T:
         if size <= INLINE_CHARACTERS:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            return _without_panic(work)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, _without_panic, work)
 
     def _token(self, token: int) -> tuple[str, bytes]:
         """Return the text and the bytes of one token; the bytes may be part of a character."""
@@ -98,6 +102,16 @@ class _FastDecoder:
     def decode(self, tokens: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
         assert not clean_up_tokenization_spaces
         return str(self._inner.decode(tokens, skip_special_tokens))
+
+
+def _without_panic(work: Callable[[], T]) -> T:
+    """Turn a panic of the tokenizers library, which would end the event loop, into an error response."""
+    try:
+        return work()
+    except BaseException as error:
+        if is_panic(error):
+            raise ApiError(500, "the model's tokenizer cannot process this text.", code="tokenizer") from error
+        raise
 
 
 def _uses_standard_decode(tokenizer: Any) -> bool:
