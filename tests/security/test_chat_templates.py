@@ -26,7 +26,7 @@ _DOUBLE = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x =
 _TIME, _MEMORY, _LENGTH = "too much time or memory", "of memory", "characters"
 _BOMBS = {
     "nested loops": (_LOOPS, (_TIME,)),
-    "power": ("{{ (messages | length + 8) ** 9 ** 9 }}", (_TIME, _MEMORY, "does not accept")),
+    "power": ("{{ (messages | length + 8) ** (9 ** 9) }}", (_TIME, _MEMORY, "does not accept")),
     "recursion": ("{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", (_TIME,)),
     "doubled text": (_DOUBLE, (_MEMORY,)),
     "doubled list": (_DOUBLE.replace("'ab'", "[1]").replace("~", "+"), (_MEMORY,)),

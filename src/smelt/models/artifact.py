@@ -136,7 +136,10 @@ def _current_part_name(name: Any) -> Any:
 def checked_shape(anatomy: Anatomy, shape: Any, folder: Path) -> list[dict[str, Any]]:
     """Return the shape from an untrusted file after checking that every entry fits this network."""
     parts = {part.name: part for part in anatomy.parts}
-    if not isinstance(shape, list) or {entry.get("part") for entry in shape if isinstance(entry, dict)} != set(parts):
+    names = (
+        [entry.get("part") if isinstance(entry, dict) else None for entry in shape] if isinstance(shape, list) else []
+    )
+    if not all(isinstance(name, str) for name in names) or sorted(names) != sorted(parts):
         raise ModelError(f"{folder}: the shape in smelt.json does not name the parts of this network.")
     for entry in shape:
         units, original, kept = entry.get("units"), entry.get("of"), entry.get("kept")

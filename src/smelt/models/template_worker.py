@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import jinja2
 import jinja2.ext
@@ -144,7 +144,7 @@ def encode_message(content: Any) -> bytes:
     return len(raw).to_bytes(8, "little") + raw
 
 
-def read_message(file: BinaryIO) -> Any:
+def read_message(file: IO[bytes]) -> Any:
     """Return the next message, or None at the end of the file."""
     length = int.from_bytes(head, "little") if len(head := file.read(8)) == 8 else None
     if length is None or len(raw := file.read(length)) < length:
