@@ -27,7 +27,7 @@ def _json_path(path: Path | None) -> Path | None:
 def check_device(name: str) -> str:
     """Refuse a name that is not cpu, cuda or cuda:N."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise SmeltError(f"there is no device {name!r}; use cpu, cuda, or cuda:1 for the second one.")
+        raise SmeltError(f"there is no device {name!r:.80}; use cpu, cuda, or cuda:1 for the second one.")
     return name
 
 

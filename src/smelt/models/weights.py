@@ -137,7 +137,8 @@ def _indexed_files(folder: Path) -> list[Path]:
         raise ModelError(f"{folder / INDEX} names {len(names)} files; at most {_MAX_SHARDS} are accepted.")
     for name in names:
         # Plain file names only: an index must not point outside its folder.
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+        plain = isinstance(name, str) and len(name) < 200 and "\0" not in name and Path(name).name == name
+        if not plain or not name.endswith(".safetensors"):
             quoted = "something else than text" if name is None else f"{name!r:.100}"
             raise ModelError(f"{folder / INDEX} names {quoted}, which is not a safetensors file in this folder.")
         if not (folder / name).is_file():
