@@ -1,6 +1,6 @@
 """Feed mutated files to the readers that users' commands reach, and count how each ends.
 
-    python benchmarks/fuzz_files.py --files 50000                # all kinds, results page
+    python benchmarks/fuzz_files.py --files 50000 --store        # all kinds, results page; --state DIR to continue it
     python benchmarks/fuzz_files.py --kind yaml --index 1234     # one file again, in this process, with its traceback
 
 Every file is a function of seed, kind and index. Workers are forked from a process with all imports done; each reads
@@ -239,15 +239,23 @@ def run_worker(kind: str, indices: range, seed: int, seeds: Path) -> Iterator[di
         yield {"index": current, "outcome": "hang" if hang else "crash", "cpu": cpu, "growth": 0, "message": message}
 
 
-def fuzz(kind: str, indices: range, seed: int, seeds: Path, progress: bool = False) -> Tally:
-    """Read the mutated files of one kind with these indices."""
+def fuzz(kind: str, indices: range, seed: int, seeds: Path, progress: bool = False, state: Path | None = None) -> Tally:
+    """Read the mutated files of one kind with these indices; with a `state` folder, go on where it stopped."""
     tally, position = Tally(), indices.start
+    saved = state / f"{kind}-{seed}-{indices.start}.json" if state else None
+    if saved and saved.exists():
+        content = json.loads(saved.read_text())
+        position = content.pop("position")
+        tally = Tally(**{**content, "counts": Counter(content["counts"])})
     while position < indices.stop:
         for result in run_worker(kind, range(position, min(position + BATCH, indices.stop)), seed, seeds):
             tally.add(result)
             position = result["index"] + 1
             if progress and result["outcome"] in BUGS:
                 print(f"{kind} {result['index']}: {result['outcome']}\n{result['message']}", flush=True)
+        if saved:
+            saved.parent.mkdir(parents=True, exist_ok=True)
+            saved.write_text(json.dumps({"position": position, **vars(tally)}))
         if progress:
             print(f"{kind}: {position - indices.start} {dict(tally.counts)} {tally.cpu_seconds:.0f} s", flush=True)
     return tally
@@ -267,8 +275,8 @@ def row_of(kind: str, tally: Tally, files: int) -> dict[str, Any]:
     return {"kind": kind, "files": files, **counts, **facts, "largest_growth": tally.largest, "bugs": bugs[:20]}
 
 
-def fuzz_row(kind: str, indices: range, seed: int, seeds: Path) -> dict[str, Any]:
-    return row_of(kind, fuzz(kind, indices, seed, seeds, progress=True), len(indices))
+def fuzz_row(kind: str, indices: range, seed: int, seeds: Path, state: Path | None) -> dict[str, Any]:
+    return row_of(kind, fuzz(kind, indices, seed, seeds, True, state), len(indices))
 
 
 def page(rows: list[dict[str, Any]], seed: int) -> str:
@@ -297,6 +305,7 @@ def main() -> None:
     parser.add_argument("--index", type=int, help="read only this file, in this process")
     parser.add_argument("--jobs", type=int, default=2, help="kinds that are read at the same time")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--state", type=Path, help="folder that keeps the counts, to continue an interrupted run")
     parser.add_argument("--store", action="store_true", help="write benchmarks/results/fuzz_files.{json,md}")
     options = parser.parse_args()
     prepare()
@@ -304,13 +313,13 @@ def main() -> None:
         seeds = Path(temporary) / "seeds"
         write_seeds(seeds)
         if options.index is not None:
-            print(yaml.safe_dump(read_one(options.kind, options.index, options.seed, seeds)))
+            print(yaml.safe_dump(read_one(options.kind, options.index, options.seed, seeds, options.state)))
             return
         kinds = [options.kind] if options.kind else [*KINDS]
         tasks = []
         for number, kind in enumerate(kinds):
             files = options.files // len(kinds) + (number < options.files % len(kinds))
-            tasks.append((kind, range(options.start, options.start + files), options.seed, seeds))
+            tasks.append((kind, range(options.start, options.start + files), options.seed, seeds, options.state))
         with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
             rows = pool.starmap(fuzz_row, tasks, chunksize=1)
         if options.store:

@@ -9,18 +9,23 @@ import os
 import struct
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
+from smelt.compression.pruning.repair import reconstruct
 from smelt.data import limits, load_data, load_text
+from smelt.data.batches import pad_batch, text_batches
 from smelt.data.files import read_rows, read_text
 from smelt.data.images import load_images
 from smelt.data.limits import LIMIT_VARIABLE, max_decoded_bytes
 from smelt.errors import DataError
+from tests.character_tokenizer import character_tokenizer
 from tests.security.limits import refused
 
 MIB = 2**20
@@ -233,6 +238,25 @@ def test_odd_values(tmp_path: Path, name: str) -> None:
         load_data(tmp_path / name)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 1200
     assert "\\ud83d" not in str(caught.value)
+
+
+def test_constant_and_blank_texts(tmp_path: Path) -> None:
+    """Constant text ended in a failed Cholesky factorization after minutes of work; blank texts in empty tensors."""
+    (tmp_path / "a.txt").write_text("a" * 5000)
+    with pytest.raises(DataError, match="repeats one token"):
+        text_batches(load_text(tmp_path / "a.txt"), character_tokenizer(), samples=4, length=8, batch_size=2, seed=0)
+    (tmp_path / "blank.jsonl").write_text('{"text": " ", "label": 0}\n{"text": "", "label": 1}\n')
+    with pytest.raises(DataError, match="every text in it is blank"):
+        load_data(tmp_path / "blank.jsonl")
+    assert pad_batch({"input_ids": [[], []]}, padding=7)["input_ids"].tolist() == [[7], [7]]
+
+
+def test_a_repair_without_variation() -> None:
+    """Equations whose matrix is zero but for rounding errors are refused by name, not by the factorization."""
+    zeros = torch.zeros(3, 3, dtype=torch.float64)
+    equations = SimpleNamespace(gram=zeros - 1e-9 * torch.eye(3), cross=zeros)
+    with pytest.raises(DataError, match="nearly the same activations"):
+        reconstruct(equations, torch.ones(3, 3), damping=1e-3, intercept=False)  # type: ignore[arg-type]
 
 
 def test_many_classes_take_linear_time(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ def text_batches(
     tokens = _sample_tokens(data.joined, tokenizer, 2 * samples * length, generator)
     starts = _window_starts(len(tokens), samples, length, generator, data.name)
     windows = torch.from_numpy(np.stack([tokens[start : start + length] for start in starts]))  # [samples, length]
+    if windows.numel() > 1 and bool((windows == windows[0, 0]).all()):
+        raise DataError(f"{data.name} repeats one token, which says nothing about a model: give ordinary text.")
     return [
         {"input_ids": window_batch, "attention_mask": torch.ones_like(window_batch), "labels": window_batch.clone()}
         for window_batch in windows.split(batch_size)
@@ -70,7 +72,7 @@ def labeled_batches(
 
 def pad_batch(encoded: dict[str, list[list[int]]], padding: int) -> Batch:
     """Pad rows to tensors [rows, longest]: ids with the padding token, everything else with zeros."""
-    longest = max(map(len, encoded["input_ids"]))
+    longest = max(1, *map(len, encoded["input_ids"]))  # 1: texts may be empty
     return {
         name: torch.tensor([row + [padding if name == "input_ids" else 0] * (longest - len(row)) for row in rows])
         for name, rows in encoded.items()

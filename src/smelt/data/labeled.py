@@ -65,6 +65,8 @@ def labeled_from_rows(
     labels, classes = _as_labels(values, f"{source}, column '{label}'")
     first = text_column(rows, text, source)
     second = None if pair is None else text_column(rows, pair, source)
+    if not any(words.strip() for words in first + (second or ())):
+        raise DataError(f"{source} is empty: every text in it is blank.")
     return LabeledData(source, first, second, labels, labels.dtype == np.float32, classes)
 
 

@@ -304,7 +304,13 @@ def reconstruct(
     old = weight.double().T  # [inputs, outputs]
     ridge = damping * gram.diagonal().mean().clamp(min=1e-12)
     system = gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    new = old + torch.cholesky_solve(cross - gram @ old, torch.linalg.cholesky(system))
+    factor, failed = torch.linalg.cholesky_ex(system)
+    if failed.item():  # rounding errors of a matrix that should be zero
+        raise DataError(
+            "the calibration data gives nearly the same activations everywhere, so the repair has nothing to fit: "
+            "give more varied data, or set `repair: none`."
+        )
+    new = old + torch.cholesky_solve(cross - gram @ old, factor)
     if not intercept:
         return new.T, None
     bias = (equations.target_sum - equations.input_sum @ new) / max(equations.rows, 1)
