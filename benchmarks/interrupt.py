@@ -170,9 +170,9 @@ def main() -> None:
         (root / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
         for number, (name, (kind, steps)) in enumerate(RECIPES.items()):
             same, found = compare(root, number, steps, per_recipe, draw)
-            counts[kind].update({"kills": sum(found.values()), "resumed runs": len(same), "same bytes": sum(same)})
+            counts[kind].update({"kills": sum(found.values()), "runs compared": len(same), "same bytes": sum(same)})
             phases.update(found)
-            print(f"{name}: {sum(found.values())} kills, {sum(same)} of {len(same)} resumed runs equal", flush=True)
+            print(f"{name}: {sum(found.values())} kills, {sum(same)} of {len(same)} runs equal", flush=True)
     report(counts, phases, chosen.seed)
 
 
@@ -200,7 +200,7 @@ def compare(
 
 
 def report(counts: dict[str, Counter[str]], phases: Counter[str], seed: int) -> None:
-    columns = ("kills", "resumed runs", "same bytes")
+    columns = ("kills", "runs compared", "same bytes")
     total = Counter({column: sum(count[column] for count in counts.values()) for column in columns})
     rows = [{"step": kind, **{column: count[column] for column in columns}} for kind, count in counts.items()]
     rows += [{"step": "all", **total, "seed": seed, "moments": dict(phases)}]
@@ -212,7 +212,7 @@ def report(counts: dict[str, Counter[str]], phases: Counter[str], seed: int) -> 
         table(["killed while", "kills"], [[name, str(phases[name])] for name in PHASES]),
     ]
     write("interrupt", rows, "\n\n".join(text))
-    if total["same bytes"] != total["resumed runs"]:
+    if total["same bytes"] != total["runs compared"]:
         sys.exit("a resumed run differs from the uninterrupted one")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from smelt.compression.allocation.unit_search import (
     Candidates,
+    KeptUnits,
     cost,
     kept_importance,
     search,
@@ -18,6 +21,8 @@ from smelt.compression.allocation.unit_search import (
     search_uniform,
 )
 from smelt.errors import BudgetError
+
+Rule = Callable[[list[Candidates], float], KeptUnits]
 
 
 def brute_force(parts: list[Candidates], capacity: float) -> float:
@@ -93,6 +98,18 @@ def test_threshold_keeps_the_global_order() -> None:
     kept = np.concatenate([part.importance[k] for part, k in zip(parts, choice, strict=True)])
     gone = np.concatenate([np.delete(part.importance, k) for part, k in zip(parts, choice, strict=True)])
     assert kept.min() >= gone.max() and cost(parts, choice) <= capacity
+
+
+@pytest.mark.parametrize("rule", [search, search_uniform, search_threshold])
+@pytest.mark.parametrize("share", [0.55, 0.7, 0.9])
+def test_a_multiple_of_units_is_kept_or_all(rule: Rule, share: float) -> None:
+    """Also where the minimum is no multiple: a group size that divides the multiple relies on it."""
+    generator = np.random.default_rng(3)
+    parts = [Candidates("ffn_channels", generator.random(64), 1.0, min_units=21, multiple=16) for _ in range(6)]
+    parts[0] = replace(parts[0], importance=parts[0].importance / 1e3)  # it falls to the minimum
+    choice = rule(parts, share * 6 * 64)
+    assert all(len(kept) % 16 == 0 and len(kept) >= 21 for kept in choice)
+    assert cost(parts, choice) <= share * 6 * 64
 
 
 def test_more_than_two_costs_stay_within_the_budget() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import smelt.files
 from smelt.compression.recipe.work_folder import WorkFolder, check_output
 from smelt.errors import SmeltError
 from smelt.files import atomic_folder
@@ -88,6 +89,24 @@ def test_a_second_run_is_told_who_holds_the_folder(tmp_path: Path) -> None:
             pass
         assert names(tmp_path) == {"out.partial"}
     assert not names(tmp_path)
+
+
+def test_a_lock_on_a_deleted_file_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The former holder deletes the file after this process opened it: another process would lock a new one."""
+    lock, seen = smelt.files._lock, list[Path]()
+
+    def lock_after_deletion(descriptor: int, path: Path) -> None:
+        lock(descriptor, path)
+        if not seen:
+            path.unlink()
+            path.parent.rmdir()
+        seen.append(path)
+
+    monkeypatch.setattr(smelt.files, "_lock", lock_after_deletion)
+    with make(tmp_path).locked():
+        assert len(seen) == 2
+        with pytest.raises(SmeltError, match="is in use by"), make(tmp_path).locked():
+            pass
 
 
 def test_runs_that_start_and_end_at_the_same_instant(tmp_path: Path) -> None:
