@@ -1,6 +1,7 @@
 """Kill runs at random moments, resume them, and compare every byte with uninterrupted runs, for every method.
 
     python benchmarks/interrupt.py --kills 60 --seed 0
+    python benchmarks/interrupt.py --resume      # go on with the recipes that are not in the results yet
 
 A run is killed (SIGKILL) at a moment drawn uniformly over the time of the uninterrupted run; half of the resumed runs
 are killed once more. Every registered method is covered, and a recipe of three steps. The model is tiny and random:
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 import yaml
-from common import table, write
+from common import previous_rows, table, write
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -157,23 +158,26 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--kills", type=int, default=60)
     options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--resume", action="store_true")
     chosen = options.parse_args()
     check_coverage()
     torch.set_num_threads(1)
-    draw = random.Random(chosen.seed)
     per_recipe = -(-chosen.kills // len(RECIPES))
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    phases: Counter[str] = Counter()
+    rows = previous_rows("interrupt", chosen.resume)
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         build_model(root / "model")
         (root / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
         for number, (name, (kind, steps)) in enumerate(RECIPES.items()):
+            if name in {row["recipe"] for row in rows}:
+                continue
+            draw = random.Random(f"{chosen.seed} {name}")
             same, found = compare(root, number, steps, per_recipe, draw)
-            counts[kind].update({"kills": sum(found.values()), "runs compared": len(same), "same bytes": sum(same)})
-            phases.update(found)
-            print(f"{name}: {sum(found.values())} kills, {sum(same)} of {len(same)} runs equal", flush=True)
-    report(counts, phases, chosen.seed)
+            counts = {"kills": sum(found.values()), "runs compared": len(same), "same bytes": sum(same)}
+            rows.append({"recipe": name, "kind": kind, "seed": chosen.seed, **counts, "moments": dict(found)})
+            report(rows)
+    if any(row["same bytes"] != row["runs compared"] for row in rows):
+        sys.exit("a resumed run differs from the uninterrupted one")
 
 
 def compare(
@@ -199,21 +203,25 @@ def compare(
     return same, found
 
 
-def report(counts: dict[str, Counter[str]], phases: Counter[str], seed: int) -> None:
+def report(rows: list[dict[str, Any]]) -> None:
+    """Write the results up to now, by kind of step and by moment."""
     columns = ("kills", "runs compared", "same bytes")
-    total = Counter({column: sum(count[column] for count in counts.values()) for column in columns})
-    rows = [{"step": kind, **{column: count[column] for column in columns}} for kind, count in counts.items()]
-    rows += [{"step": "all", **total, "seed": seed, "moments": dict(phases)}]
+    kinds: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in rows:
+        for kind in (row["kind"], "all"):
+            kinds[kind].update({column: row[column] for column in columns})
+    kinds["all"] = kinds.pop("all")
+    moments = sum((Counter(row["moments"]) for row in rows), Counter[str]())
+    left = [name for name in RECIPES if name not in {row["recipe"] for row in rows}]
     text = [
         "# Killed at random moments",
-        f"`python benchmarks/interrupt.py --seed {seed}`: SIGKILL at moments drawn uniformly "
-        "over the time of the uninterrupted run, then `--resume`. Same bytes: of every file but those with times.",
-        table(["steps", *columns], [[str(row["step"]), *(str(row[column]) for column in columns)] for row in rows]),
-        table(["killed while", "kills"], [[name, str(phases[name])] for name in PHASES]),
+        "`benchmarks/interrupt.py`: SIGKILL at moments drawn uniformly over the time of the uninterrupted run, then "
+        "`--resume`. Same bytes: of every file but those with times.",
+        table(["steps", *columns], [[kind, *(str(n[column]) for column in columns)] for kind, n in kinds.items()]),
+        table(["killed while", "kills"], [[name, str(moments[name])] for name in PHASES]),
+        *([f"Not run yet: {', '.join(left)}."] if left else []),
     ]
     write("interrupt", rows, "\n\n".join(text))
-    if total["same bytes"] != total["runs compared"]:
-        sys.exit("a resumed run differs from the uninterrupted one")
 
 
 if __name__ == "__main__":

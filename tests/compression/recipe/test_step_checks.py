@@ -59,6 +59,14 @@ def test_a_group_that_may_not_divide_a_width_decided_by_scores() -> None:
     check({"method": "fisher", **PRUNE}, {**quantize, "group_size": -1})
 
 
+def test_all_units_may_be_kept() -> None:
+    """Multiples of 24 do not divide 64 channels, all of which a block may keep: only 8 is certain."""
+    prune = {"method": "fisher", "budget": {"parameters": 0.9}, "ffn_multiple": 24, "head_multiple": 4}
+    check(prune, {"method": "rtn", "group_size": 8})
+    with pytest.raises(RecipeError, match=r"fisher keeps some multiple of 8; use `ffn_multiple: 16` in fisher"):
+        check(prune, {"method": "rtn", "group_size": 16})
+
+
 def test_two_pruning_steps_guarantee_their_common_divisor() -> None:
     first = {"method": "fisher", **PRUNE, "ffn_multiple": 16, "head_multiple": 4}
     second = {"method": "flap", "budget": {"parameters": 0.9}, "ffn_multiple": 8, "head_multiple": 4}

@@ -140,7 +140,7 @@ def test_runs_that_start_and_end_at_the_same_instant(tmp_path: Path) -> None:
         assert names(folder) == {"out"} and names(folder / "out") == {"model"}
 
 
-@pytest.mark.parametrize("own", [[".env"], [".git", ".smelt-lock"], ["notes.txt"]])
+@pytest.mark.parametrize("own", [[".env"], [".git", ".env"], ["notes.txt"]])
 def test_a_folder_of_the_user_is_not_touched(own: list[str], tmp_path: Path) -> None:
     (tmp_path / "out.partial").mkdir()
     for name in own:

@@ -57,7 +57,9 @@ class WorkFolder:
         """Keep other processes out; a folder in which no run was started is removed again."""
         check_writable(self.out)
         check_writable(self.path / "run.json")
-        self._check_is_own()
+        names = self._names()
+        if LOCK not in names:  # otherwise a run may be at work in it: decided under the lock
+            self._check_is_own(names)
         missing = [parent for parent in self.path.parents if not parent.exists()]
         with locked(self.path / LOCK):
             try:
@@ -73,7 +75,7 @@ class WorkFolder:
         """Return the manifest of the interrupted run to resume, if any; refuse a folder that is in the way."""
         if os.path.lexists(self.out):
             raise SmeltError(f"{self.out} exists already; choose another folder or remove it.")
-        self._check_is_own()
+        self._check_is_own(self._names())
         unfinished = self.checkpoint.load_facts(MANIFEST)
         if unfinished is None and resume:
             raise SmeltError(f"there is nothing to resume at {self.path}; run without --resume to start.")
@@ -125,12 +127,15 @@ class WorkFolder:
     def has_finished_steps(self) -> bool:
         return (self.path / "step-0.json").exists()
 
-    def _check_is_own(self) -> None:
+    def _check_is_own(self, names: list[str]) -> None:
         """Refuse a folder that no run made. It may hold what a run leaves that was killed before its manifest."""
-        if not self.path.is_dir() or (self.path / "run.json").exists():
-            return
-        if any(not _OWN_FILES.fullmatch(entry.name) for entry in self.path.iterdir()):
+        if "run.json" not in names and any(not _OWN_FILES.fullmatch(name) for name in names):
             raise SmeltError(f"{self.path} exists and is not an unfinished run; remove it or choose another folder.")
+
+    def _names(self) -> list[str]:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return [entry.name for entry in self.path.iterdir()]
+        return []
 
     def _check_identity(self, identity: Manifest, unfinished: Manifest) -> None:
         """Refuse another run; only later steps may differ, because what was finished does not depend on them."""
