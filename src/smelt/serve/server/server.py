@@ -80,6 +80,7 @@ class _ServerRun:
             tasks += [asyncio.create_task(service.supervisor.watch()), asyncio.create_task(self._exit_when_given_up())]
         host, port = self.listener.getsockname()[:2]
         address = f"[{host}]" if ":" in host else host
+        self.listener.listen(config.backlog)  # before the message, since a client may connect as soon as it reads it
         log.warning("%s is served at http://%s:%d (Ctrl-C stops it)", service.name, address, port)
         await self.server.serve(sockets=[self.listener])
         for task in tasks:
