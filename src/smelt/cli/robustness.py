@@ -13,7 +13,6 @@ from smelt.errors import ConfigError
 from smelt.files import check_writable
 from smelt.measure.evaluate import Data
 from smelt.measure.robustness.measure import DEFAULT_BERS, RobustnessSettings, measure_robustness
-from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.progress import Progress
 from smelt.report.numbers import metric as format_metric
@@ -41,10 +40,9 @@ class RobustnessRun:
     report: Path | None
 
     def measure(
-        self, new: Model, against: str | None, data: Data, evaluation: dict[str, Any], progress: Progress
+        self, new: Model, base: Model | None, data: Data, evaluation: dict[str, Any], progress: Progress
     ) -> dict[str, Any]:
         """Measure, show the tables, write the report, and return the part `robustness` of the JSON result."""
-        base = None if against is None else load(against, device=str(new.device))
         result = measure_robustness(new, data, against=base, settings=self.settings, progress=progress, **evaluation)
         content = result.to_json()
         if self.report is not None:

@@ -38,6 +38,15 @@ def evaluate(model: Model, data: Data, *, metric: str | None = None, **settings:
     return evaluate_multiple_choice(model, data, **settings)
 
 
+def expected_metric(data: Data, metric: str | None = None) -> str:
+    """Return the metric by which data is evaluated, as far as that is known without the model."""
+    if isinstance(data, TextData):
+        return "perplexity"
+    if isinstance(data, MultipleChoiceData):
+        return "accuracy"
+    return metric or ("spearman" if data.regression else "accuracy")
+
+
 def measure_quality(
     model: Model,
     data: Data,
