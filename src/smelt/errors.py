@@ -4,6 +4,8 @@
 class SmeltError(Exception):
     """An error that a user can cause and fix. The command line prints its message and exits with 2."""
 
+    exit_code = 2
+
 
 class ModelError(SmeltError):
     """The model cannot be found or read, or its architecture is not supported."""
@@ -23,6 +25,12 @@ class RecipeError(ConfigError):
 
 class BudgetError(SmeltError):
     """The recipe cannot meet the budget with what it may remove."""
+
+
+class QualityGateError(SmeltError):
+    """The result of a run is worse than its margin allows, or there are too few items to tell."""
+
+    exit_code = 3
 
 
 class ResourceError(SmeltError):

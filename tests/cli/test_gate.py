@@ -97,3 +97,57 @@ def test_any_name_gives_valid_xml() -> None:
     root = ElementTree.fromstring(junit_xml("m&<", [case]).encode("utf-8"))
     (found,) = root.iter("testcase")
     assert str(found.get("classname")).startswith('a<b>&"') and "second" in str(found.findtext("failure"))
+
+
+def two_steps(place: Place, **evaluate: Any) -> str:
+    content = {
+        "data": {"source": place / "text.txt", "samples": 8, "seq_len": 32},
+        "evaluate": {"source": place / "text.txt", "context": 64, "limit": 3000, **evaluate},
+        "steps": [
+            {"method": "rtn", "bits": 8, "group_size": -1},
+            {"method": "magnitude", "budget": {"parameters": 0.6}, "repair": "none"},
+        ],
+    }
+    return place.recipe("two-steps.yaml", content)
+
+
+def test_a_run_that_fails_its_gate_writes_no_artifact(
+    place: Place, smelt_here: Smelt, quick: None, tmp_path: Path
+) -> None:
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    arguments = ["compress", place / "llama", "-r", two_steps(place, max_drop="1%"), "-o", str(out), "--no-speed"]
+    done = smelt_here(*arguments)
+    done.refused("the quality gate failed: perplexity on", code=3)
+    assert not out.exists() and f"the steps and report.html are in {partial}" in done.err
+    record = json.loads((partial / "measurements.json").read_text())
+    assert record["quality"]["gate"]["verdict"] == "fail"
+    rounding, pruning = (step["quality"] for step in record["steps"])
+    assert abs(rounding["drop"]) < 0.02 < pruning["drop"] and pruning["value"] == record["quality"]["after"]
+    product = (1 + rounding["drop"]) * (1 + pruning["drop"])
+    assert product == pytest.approx(record["quality"]["after"] / record["quality"]["before"])
+    assert "drop by step: step 1 (rtn)" in done.err and "step 2 (magnitude) +" in done.err
+    page = (partial / "report.html").read_text()
+    assert "Gate failed: perplexity on" in page and "after it (drop +" in page
+    done = smelt_here(*arguments, "--max-drop", "100000%", "--resume")
+    done.refused("at most 100", code=2)
+    assert smelt_here(*arguments, "--max-drop", "100%", "--resume").code in (0, 3)
+
+
+def test_a_run_that_passes_its_gate(place: Place, smelt_here: Smelt, quick: None, tmp_path: Path) -> None:
+    arguments = ["--method", "rtn", "--bits", "8", "--data", place / "text.txt", "--no-speed", "--max-drop", "50%"]
+    done = smelt_here("compress", place / "llama", "-o", str(tmp_path / "out"), *arguments)
+    assert done.code == 0 and "gate passed: perplexity on" in done.out, done
+    record = json.loads((tmp_path / "out" / "measurements.json").read_text())
+    assert record["quality"]["gate"]["verdict"] == "pass" and "quality" not in record["steps"][0]
+    assert "Gate passed" in (tmp_path / "out" / "report.html").read_text()
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize(("margin", "words"), [("1pt", "written relative to the base model"), ("1", "cannot be read")])
+def test_a_wrong_margin_is_refused_before_a_run(
+    margin: str, words: str, place: Place, smelt_here: Smelt, quick: None, tmp_path: Path
+) -> None:
+    arguments = ["-r", two_steps(place), "-o", str(tmp_path / "out"), "--max-drop", margin]
+    done = smelt_here("compress", place / "llama", *arguments)
+    done.refused(words)
+    assert "loading" not in done.err and not (tmp_path / "out.partial").exists()

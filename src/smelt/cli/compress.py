@@ -27,6 +27,14 @@ DataOption = Annotated[str | None, typer.Option("--data", help="Calibration data
 EvalOption = Annotated[
     str | None, typer.Option("--eval-data", help="Data on which the model before and after is compared.")
 ]
+MaxDropOption = Annotated[
+    str | None,
+    typer.Option(
+        "--max-drop",
+        metavar="1pt|1%",
+        help="Exit with 3 and write no model unless the result is worse by less than this, with 95 % confidence.",
+    ),
+]
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")]
 PromptOption = Annotated[
     list[str] | None, typer.Option("--prompt", help="Complete this prompt with the model before and after.")
@@ -52,6 +60,7 @@ def run(
     parameters: SetOption = None,
     data: DataOption = None,
     eval_data: EvalOption = None,
+    max_drop: MaxDropOption = None,
     resume: ResumeOption = False,
     prompt: PromptOption = None,
     speed: SpeedOption = True,
@@ -62,7 +71,9 @@ def run(
     seed: SeedOverride = None,
 ) -> None:
     settings = method_settings(bits, group_size, parameters)
-    read = read_recipe(recipe, method=method, settings=settings, data=data, evaluation=eval_data, seed=seed)
+    read = read_recipe(
+        recipe, method=method, settings=settings, data=data, evaluation=eval_data, max_drop=max_drop, seed=seed
+    )
     with progress_bars() as progress:
         result = compress(
             model, read, out,
@@ -72,5 +83,8 @@ def run(
     console.print(summary_table(result.record))
     for sample in result.record.get("samples", []):
         console.print(f"{sample['who']}:", " ".join(sample["text"].split()), soft_wrap=True)
+    verdict = result.record.get("quality", {}).get("gate")
+    if verdict is not None:
+        console.print(f"gate passed: {verdict['sentence']}", soft_wrap=True)
     console.print(f"saved and verified: {out}    report: {out / 'report.html'}", soft_wrap=True)
     write_json(json_file, result.record)

@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         code = _call(arguments)
     except SmeltError as error:
-        code = _fail(str(error))
+        code = _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         code = _fail(STOPPED, INTERRUPTED)
     except BrokenPipeError:  # the reader closed the pipe, as `| head` does

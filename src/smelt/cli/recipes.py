@@ -30,6 +30,7 @@ def read_recipe(
     settings: dict[str, Any] | None = None,
     data: str | None = None,
     evaluation: str | None = None,
+    max_drop: str | None = None,
     seed: int | None = None,
 ) -> Recipe:
     if (path is None) == (method is None):
@@ -44,6 +45,8 @@ def read_recipe(
         recipe = replace(recipe, data=replace(recipe.data, source=data))
     if evaluation is not None:
         recipe = replace(recipe, evaluate=replace(recipe.evaluate, source=evaluation))
+    if max_drop is not None:
+        recipe = replace(recipe, evaluate=replace(recipe.evaluate, max_drop=max_drop))
     return recipe if seed is None else replace(recipe, seed=seed)
 
 

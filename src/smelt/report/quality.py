@@ -20,7 +20,8 @@ def quality(run: Run) -> Markup | None:
     comparison_table = table(("paired comparison", "after against before"), facts) if facts else None
     plots = _plots(compared, bool(measured.get("higher_is_better", True)))
     content = tag("div", tag("div", *plots), comparison_table, class_="pair") if plots else comparison_table
-    return section("Quality", note(_conditions(measured)), content)
+    verdict = _gate(measured)
+    return section("Quality", note(_conditions(measured)), note(verdict) if verdict else None, content)
 
 
 def _conditions(measured: Run) -> str:
@@ -29,6 +30,13 @@ def _conditions(measured: Run) -> str:
     data = f"on {measured['data']}" if measured.get("data") else ""
     measured_on = f"{measured.get('metric', 'quality')} {data}".strip()
     return ", ".join([measured_on, *facts])
+
+
+def _gate(measured: Run) -> str:
+    """Say the verdict of the quality gate; empty without one."""
+    gate = measured.get("gate") or {}
+    words = {"pass": "Gate passed", "fail": "Gate failed", "inconclusive": "Gate failed"}
+    return f"{words[gate['verdict']]}: {gate.get('sentence', '')}." if gate.get("verdict") in words else ""
 
 
 def _plots(compared: Run, higher_is_better: bool) -> list[Markup]:

@@ -49,6 +49,7 @@ def steps(run: Run) -> Markup | None:
 def _step(step: Run) -> tuple[object, ...]:
     changed = step.get("changed") or {}
     facts = ", ".join(f"{key} {numbers.plain(value)}" for key, value in (step.get("facts") or {}).items())
+    facts = ", ".join(text for text in (_step_quality(step.get("quality") or {}), facts) if text)
     return (
         step.get("name", ""),
         _format_optional(step.get("seconds"), numbers.seconds),
@@ -57,6 +58,14 @@ def _step(step: Run) -> tuple[object, ...]:
         _format_optional(changed.get("parameters_removed"), numbers.count),
         tag("div", facts, class_="facts") if facts else "",
     )
+
+
+def _step_quality(quality: Run) -> str:
+    """Format the quality after a step and what the step cost, which is measured if the quality gate fails."""
+    if not quality:
+        return ""
+    unit = "%" if quality.get("relative") else "pt"
+    return f"{quality['metric']} {numbers.metric(quality['value'])} after it (drop {100 * quality['drop']:+.3g}{unit})"
 
 
 def _format_optional(value: float | None, write: Callable[[float], str]) -> str:

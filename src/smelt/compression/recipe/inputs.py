@@ -30,12 +30,10 @@ def calibration_data(recipe: Recipe, model: Model) -> TextData | LabeledData:
     return usable_data(recipe, model)
 
 
-def check_data(recipe: Recipe, skeleton: Model) -> None:
-    """Check, on a model without weights, that the data exists and suits the model and its context length."""
+def check_data(recipe: Recipe, skeleton: Model) -> Data | None:
+    """Check, on a model without weights, that the data exists and suits the model; return the evaluation data."""
     if not needs_data(recipe):
-        if recipe.evaluate.source is not None:
-            _read(recipe.evaluate, skeleton, "evaluation")
-        return
+        return evaluation_data(recipe, None, skeleton)
     calibrated = next((step.name for step in recipe.steps if step.uses_data), None)
     if skeleton.task == "images":
         raise DataError(
@@ -45,7 +43,7 @@ def check_data(recipe: Recipe, skeleton: Model) -> None:
     data, held_out = split(recipe, usable_data(recipe, skeleton))
     if calibrated is not None and not isinstance(data, LabeledData):
         _check_context(recipe.data, skeleton)
-    evaluation_data(recipe, held_out, skeleton)
+    return evaluation_data(recipe, held_out, skeleton)
 
 
 def usable_data(recipe: Recipe, model: Model) -> TextData | LabeledData:

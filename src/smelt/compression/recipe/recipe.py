@@ -13,6 +13,7 @@ from smelt.compression import methods as methods  # every method must be registe
 from smelt.compression.base import Method
 from smelt.config import json_schema, migrate_text, parse, renamed
 from smelt.errors import RecipeError
+from smelt.measure.gate import parse_margins
 from smelt.measure.multiple_choice import NORMALIZATIONS
 from smelt.strict_yaml import read_yaml
 
@@ -43,6 +44,7 @@ class EvaluationSettings:
     metric: str | None = None
     context: int = 512
     limit: int | None = 16384  # tokens of text, or rows
+    max_drop: str | None = None  # the margin of the quality gate: 1pt, or 1% for perplexity
     batch_size: int = renamed("batch", default=8)
     text: str | None = None
     pair: str | None = None
@@ -51,6 +53,8 @@ class EvaluationSettings:
 
     def __post_init__(self) -> None:
         _check_counts("evaluate", context=self.context, limit=self.limit, batch_size=self.batch_size)
+        if self.max_drop is not None:
+            parse_margins([self.max_drop])
         if self.normalize is not None and self.normalize not in NORMALIZATIONS:
             raise RecipeError(f"evaluate: normalize is {self.normalize!r}; expected {', '.join(NORMALIZATIONS)}.")
 

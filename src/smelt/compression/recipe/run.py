@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from smelt.compression.recipe.inputs import (
     split,
 )
 from smelt.compression.recipe.plan import plan
+from smelt.compression.recipe.quality_gate import check_gate, refuse, run_gate, step_costs
 from smelt.compression.recipe.recipe import Recipe, parse_bytes
 from smelt.compression.recipe.record import Before, after_record, measure_size, run_record
 from smelt.compression.recipe.work_folder import WorkFolder
@@ -96,6 +98,7 @@ def compress(
         weights = run.weights()
         work.check_weights(unfinished, weights)
         model, batches, evaluation = run.inputs()
+        check_gate(recipe, evaluation)
         sentences = [model.generate(prompt) for prompt in samples or []]
         finished = work.open(unfinished, {**run.identity, **run.fingerprints(weights, batches, evaluation)})
         try:
@@ -126,8 +129,10 @@ class _Run:
     @property
     def identity(self) -> dict[str, Any]:
         """Return what must be unchanged to resume a run, besides its inputs, as JSON returns it."""
+        recipe = self.recipe.to_json()
+        recipe["evaluate"].pop("max_drop")  # another margin judges the same work
         identity = {
-            "recipe": self.recipe.to_json(),
+            "recipe": recipe,
             "source": self.source,
             "device": self.device,
             "smelt": __version__,
@@ -141,7 +146,7 @@ class _Run:
         estimate = plan(self.source, self.recipe, self.folder)
         if self.device == "cpu":
             estimate.check()
-        check_data(self.recipe, Model(skeleton(self.source)))
+        check_gate(self.recipe, check_data(self.recipe, Model(skeleton(self.source))))
 
     def weights(self) -> dict[str, str]:
         """Return the hash of each file of the source model."""
@@ -265,11 +270,23 @@ class _Run:
             self.say(f"measuring the result on {evaluation.name}")
             quality = self._checkpointed_quality("after", self.model, evaluation)
         self.work.check_weights(self.work.manifest, self.weights())  # what is compared is what was compressed
+        verdict = run_gate(self.recipe, quality, before.quality)
+        refused = verdict is not None and not verdict.passed
+        if refused and quality is not None and before.quality is not None:
+            self.say("the quality gate failed; measuring the result of each step")
+            speed = False
+            steps = step_costs(
+                self.work.path, steps, before.quality, quality, partial(self._measure, evaluation), self.weights_device
+            )
         base = load(self.source, device=self.weights_device) if speed or quality is not None else None
         if speed:
             self.say("timing both models, alternating")
         after = after_record(self.model, base, before, quality, evaluation, self.recipe, speed, prompts)
         self.record = run_record(self.source, self.folder.name, self.recipe, before, after, steps, self.model, prompts)
+        if verdict is not None:
+            self.record["quality"]["gate"] = verdict.to_json()
+            if refused:
+                raise refuse(verdict, self.record, self.work.path)
         self.say("saving, and reloading in a clean process")
         del base
         with atomic_folder(self.folder, inside=self.work.path) as temporary:
@@ -282,13 +299,17 @@ class _Run:
         self.model.source = str(self.folder)
         self.work.remove()
 
+    def _measure(self, data: Data | None, model: Model) -> EvalResult:
+        assert data is not None
+        return measure_quality(model, data, **self.recipe.evaluate.options(), progress=self.progress)
+
     def _checkpointed_quality(self, name: str, model: Model, data: Data) -> EvalResult:
         """Measure, or return the measurement of the interrupted run."""
         tensors, facts = self.checkpoint.load(f"quality-{name}"), self.checkpoint.load_facts(f"quality-{name}")
         if tensors is not None and facts is not None:
             arrays = {key: tensor.numpy() for key, tensor in tensors.items()}
             return EvalResult(**{**facts, **arrays})
-        quality = measure_quality(model, data, **self.recipe.evaluate.options(), progress=self.progress)
+        quality = self._measure(data, model)
         quality.check_finite("the source model" if name == "before" else "the result")
         arrays = {key: value for key, value in vars(quality).items() if isinstance(value, np.ndarray)}
         plain = {key: value for key, value in vars(quality).items() if key not in arrays and value is not None}
