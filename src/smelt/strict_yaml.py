@@ -54,7 +54,8 @@ class StrictLoader(yaml.SafeLoader):
         is_alias = self.check_event(yaml.AliasEvent)
         before = self._nodes, self._characters
         self._depth += 1
-        node: yaml.Node = super().compose_node(parent, index)
+        node = super().compose_node(parent, index)
+        assert node is not None
         self._depth -= 1
         if not is_alias:
             self._sizes[id(node)] = self._nodes - before[0], self._characters - before[1]
@@ -64,20 +65,20 @@ class StrictLoader(yaml.SafeLoader):
             raise _yaml_error("a node contains itself", node)
         return node
 
-    def compose_scalar_node(self, anchor: str | None) -> yaml.ScalarNode:
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
         node: yaml.ScalarNode = super().compose_scalar_node(anchor)
         self._count(1, len(node.value), node)
         if node.tag != "tag:yaml.org,2002:str" and len(node.value) > _MAX_NUMBER_LENGTH:
             raise _yaml_error(f"the value {node.value[:20]}... is too long; quote it if it is text", node)
         return node
 
-    def compose_sequence_node(self, anchor: str | None) -> yaml.SequenceNode:
+    def compose_sequence_node(self, anchor: Any) -> yaml.SequenceNode:
         self._check_depth()
         node: yaml.SequenceNode = super().compose_sequence_node(anchor)
         self._count(1, 0, node)
         return node
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         self._check_depth()
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         self._count(1, 0, node)

@@ -20,16 +20,19 @@ class Budget:
 
     def __post_init__(self) -> None:
         if self.measure not in MEASURES:
-            raise RecipeError(f"a budget limits one of {', '.join(MEASURES)}, not {self.measure!r}.")
+            raise RecipeError(f"a budget limits one of {', '.join(MEASURES)}, not {self.measure!r:.80}.")
         if isinstance(self.keep, bool) or not isinstance(self.keep, int | float) or not 0 < self.keep <= 1:
-            raise RecipeError(f"a budget keeps a fraction above 0 and at most 1 of {self.measure}, not {self.keep!r}.")
+            raise RecipeError(
+                f"a budget keeps a fraction above 0 and at most 1 of {self.measure}, not {self.keep!r:.80}."
+            )
 
     @classmethod
     def from_config(cls, value: Any) -> Budget:
         """Parse the form used in recipes: `{macs: 0.6}`."""
         if not isinstance(value, Mapping) or len(value) != 1:
             raise RecipeError(
-                f"a budget is written as one measure and the fraction to keep, such as {{macs: 0.6}}, not {value!r}."
+                "a budget is written as one measure and the fraction to keep, such as {macs: 0.6}, "
+                f"not {value!r:.80}."
             )
         ((measure, keep),) = value.items()
         return cls(str(measure), keep)

@@ -146,7 +146,7 @@ def _read_idx(folder: Path, name: str) -> np.ndarray | None:
             raise DataError(f"{path} is not an IDX file of bytes.")
         shape = struct.unpack(f">{dimensions}I", file.read(4 * dimensions))
         DecodedBytes(path).add(math.prod(shape))
-        values = np.frombuffer(file.read(math.prod(shape) + 1), dtype=np.uint8)  # type: ignore[arg-type]
+        values = np.frombuffer(file.read(math.prod(shape) + 1), dtype=np.uint8)
     if len(values) != math.prod(shape):
         held = f"more than {math.prod(shape):,}" if len(values) > math.prod(shape) else f"{len(values):,}"
         raise DataError(f"{path} says it is {list(shape)} but holds {held} values.")

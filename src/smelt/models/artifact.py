@@ -120,7 +120,8 @@ def _current_shape(content: dict[str, Any], folder: Path) -> Any:
         return shape
     if format_version != _OLD_FORMAT:
         raise ModelError(
-            f"{folder} was written in format {format_version!r}; this Smelt reads formats {_OLD_FORMAT} to {FORMAT}."
+            f"{folder} was written in format {format_version!r:.40}; "
+            f"this Smelt reads formats {_OLD_FORMAT} to {FORMAT}."
         )
     if not isinstance(shape, list) or not all(isinstance(entry, dict) for entry in shape):
         return shape
@@ -139,7 +140,7 @@ def checked_shape(anatomy: Anatomy, shape: Any, folder: Path) -> list[dict[str, 
     names = (
         [entry.get("part") if isinstance(entry, dict) else None for entry in shape] if isinstance(shape, list) else []
     )
-    if not all(isinstance(name, str) for name in names) or sorted(names) != sorted(parts):
+    if sorted(name for name in names if isinstance(name, str)) != sorted(parts) or len(names) != len(parts):
         raise ModelError(f"{folder}: the shape in smelt.json does not name the parts of this network.")
     for entry in shape:
         units, original, kept = entry.get("units"), entry.get("of"), entry.get("kept")

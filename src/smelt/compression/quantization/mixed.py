@@ -95,7 +95,7 @@ class MixedPrecision(Quantization):
             group.path: (self.formats[choice], row) for group, choice, row in zip(groups, chosen, table, strict=True)
         }
 
-    def _recorded_choice(self, widths: Any, groups: Sequence[LayerGroup]) -> list[int] | None:
+    def _recorded_choice(self, widths: Any, groups: Sequence[LayerGroup]) -> Sequence[int] | None:
         """Return recorded bit widths as choices, after checking that they fit this network; None if there are none."""
         if widths is None:
             return None
