@@ -131,19 +131,21 @@ def _indexed_files(folder: Path) -> list[Path]:
     weight_map = read_object(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{folder / INDEX} has no weight_map that says which file holds which tensor.")
-    # Values may be lists or objects, which cannot be in a set.
-    names = {name if isinstance(name, str) else None for name in weight_map.values()}
+    names = {name for name in weight_map.values() if isinstance(name, str)}
+    if not all(isinstance(name, str) for name in weight_map.values()):
+        raise ModelError(
+            f"{folder / INDEX} names something else than text, which is not a safetensors file in this folder."
+        )
     if len(names) > _MAX_SHARDS:
         raise ModelError(f"{folder / INDEX} names {len(names)} files; at most {_MAX_SHARDS} are accepted.")
     for name in names:
         # Plain file names only: an index must not point outside its folder.
-        plain = isinstance(name, str) and len(name) < 200 and "\0" not in name and Path(name).name == name
+        plain = len(name) < 200 and "\0" not in name and Path(name).name == name
         if not plain or not name.endswith(".safetensors"):
-            quoted = "something else than text" if name is None else f"{name!r:.100}"
-            raise ModelError(f"{folder / INDEX} names {quoted}, which is not a safetensors file in this folder.")
+            raise ModelError(f"{folder / INDEX} names {name!r:.100}, which is not a safetensors file in this folder.")
         if not (folder / name).is_file():
             raise ModelError(f"{folder / INDEX} names {name!r:.100}, which is missing.")
-    return [folder / name for name in sorted(map(str, names))]
+    return [folder / name for name in sorted(names)]
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
