@@ -153,13 +153,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         choices = choice_rows(model, "copa", options.rows, folder)
-        rolling, generated = rolling_row(model, options.tokens), generation_row(model, folder)
-        report(choices, rolling, generated)
-        report([*choices, *choice_rows(model, "arc_easy", options.rows, folder)], rolling, generated)
+        choices += choice_rows(model, "arc_easy", options.rows, folder)
+        rolling = rolling_row(model, options.tokens)
+        # Last, because the engine replaces the attention of the network.
+        report(choices, rolling, generation_row(model, folder))
 
 
 def report(choices: list[dict[str, Any]], rolling: dict[str, Any], generated: dict[str, Any]) -> None:
-    """Write what has been measured so far."""
+    """Write the tables."""
     lines = [
         f"| {row['data']} | {row['metric']} | {row['lm_eval']:.2f} | {row['adapter']:.2f} | {row['ours']:.2f} "
         f"| {row['adapter_agrees']} of {row['items']} | {row['ours_agrees']} of {row['items']} |"

@@ -68,6 +68,17 @@ def test_the_drop_is_in_points_or_relative() -> None:
     assert perplexity.block_length is not None and perplexity.method == "block bootstrap"
 
 
+def test_a_loss_per_item_drops_by_rising() -> None:
+    def scored(items: np.ndarray) -> EvalResult:
+        return EvalResult("brier_score", float(items.mean()), False, data="task", items=items, predictions=items)
+
+    base = np.random.default_rng(0).uniform(0, 0.5, 400)
+    worse, better = gate(scored(base + 0.2), scored(base), POINT), gate(scored(base - 0.2), scored(base), POINT)
+    assert (worse.verdict, better.verdict) == ("fail", "pass")
+    assert math.isclose(worse.drop, 0.2) and worse.lower_bound <= worse.drop <= worse.bound
+    assert math.isclose(better.drop, -0.2) and better.lower_bound <= better.drop <= better.bound
+
+
 def test_the_sentence_and_json_of_a_gate_that_cannot_tell() -> None:
     result = gate(*answered(8, 8, 400), POINT, seed=7)
     assert result.items_needed == 2500  # (1.645 + 0.842)^2 * 0.04 / 0.01^2 = 2,474, rounded up

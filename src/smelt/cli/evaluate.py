@@ -82,7 +82,9 @@ def run(
     pair: Annotated[str | None, typer.Option(help="Column with the second text.")] = None,
     label: Annotated[str | None, typer.Option(help="Column with the label.")] = None,
     normalize: NormalizeOption = None,
-    context: Annotated[int, typer.Option(min=2, help="Tokens per window, for perplexity.")] = 1024,
+    context: Annotated[
+        int | None, typer.Option(min=2, help="Tokens per window, for perplexity.", show_default="1024")
+    ] = None,
     limit: LimitOption = None,
     kv: KvOption = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Batch size.")] = 8,
@@ -103,22 +105,15 @@ def run(
 ) -> None:
     faults = robustness_run(robustness, ber, seeds, trigger, report)
     if harness:
-        options = HarnessOptions(tasks, tasks_path, allow_task_code, num_fewshot, limit, metric, batch_size, seed)
-        options.refuse(
-            data=data or None,
-            max_drop=max_drop or None,
-            junit=junit_file,
-            min=minimum,
-            max=maximum,
-            text=text,
-            pair=pair,
-            label=label,
+        options = HarnessOptions(
+            tasks, tasks_path, allow_task_code, num_fewshot, limit, metric, max_drop, batch_size, seed
         )
+        options.refuse(data=data or None, min=minimum, max=maximum, text=text, pair=pair, label=label, context=context)
         options.refuse(normalize=normalize, kv_cache_dtype=kv, robustness=robustness or None)
-        run_harness(model, against, options, device, json_file)
+        run_harness(model, against, options, device, json_file, junit_file)
         return
     settings: dict[str, Any] = {
-        "metric": metric, "normalize": normalize, "context": context, "limit": limit, "batch_size": batch_size
+        "metric": metric, "normalize": normalize, "context": context or 1024, "limit": limit, "batch_size": batch_size
     }  # fmt: skip
     if normalize is not None:
         check_normalization(normalize)

@@ -8,10 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
+from smelt.cli.junit import GateCase, write_junit
 from smelt.cli.output import console, table, write_json
 from smelt.errors import ConfigError
 from smelt.harness.run import HarnessResult, TaskComparison, compare_tasks, evaluate_tasks
 from smelt.harness.task_files import check_installed, check_task_folder
+from smelt.measure.gate import parse_margins
 from smelt.models.load import load
 from smelt.progress import progress_bars
 from smelt.report.numbers import metric as format_metric
@@ -41,6 +43,7 @@ class HarnessOptions:
     num_fewshot: int | None
     limit: int | None
     metric: str | None
+    max_drop: list[str] | None
     batch_size: int
     seed: int
 
@@ -63,9 +66,17 @@ class HarnessOptions:
         return {name: getattr(self, name) for name in names}
 
 
-def run_harness(model: str, against: str | None, options: HarnessOptions, device: str, json_file: Path | None) -> None:
+def run_harness(
+    model: str, against: str | None, options: HarnessOptions, device: str, json_file: Path | None,
+    junit_file: Path | None = None,
+) -> None:  # fmt: skip
     """Evaluate the tasks, compare with a base model if there is one, print and write the results."""
     names = options.names
+    if options.max_drop and against is None:
+        raise ConfigError("--max-drop is the drop below a base model; name it with --against BASE.")
+    if junit_file is not None and against is None:
+        raise ConfigError("--junit writes the comparison of two models; name the other one with --against BASE.")
+    margins = parse_margins(options.max_drop) if options.max_drop else None
     check_installed()  # before any weight is read
     if options.tasks_path is not None:
         check_task_folder(options.tasks_path, options.allow_task_code)
@@ -74,19 +85,36 @@ def run_harness(model: str, against: str | None, options: HarnessOptions, device
         base = None
         if against is not None:
             base = evaluate_tasks(load(against, device=device), names, **options.settings(), progress=progress)
-    comparisons = () if base is None else compare_tasks(new, base, metric=options.metric, seed=options.seed)
+    comparisons = (
+        () if base is None else compare_tasks(new, base, metric=options.metric, margins=margins, seed=options.seed)
+    )
     console.print(_table(model, new, against, base))
     for comparison in comparisons:
         console.print(_sentence(comparison))
-    worse = [comparison.task for comparison in comparisons if comparison.comparison.verdict == "worse"]
-    content = {"model": model, **new.to_json(), "passed": not worse}
+    failed = [comparison for comparison in comparisons if not comparison.passed]
+    content = {"model": model, **new.to_json(), "passed": not failed}
     if base is not None:
         results = [comparison.to_json() for comparison in comparisons]
         content |= {"against": against, "base": base.to_json(), "comparisons": results}
     write_json(json_file, content)
-    if worse:
-        console.print(f"failed: worse than {against} on {', '.join(worse)}")
+    write_junit(junit_file, model, [_case(comparison, against) for comparison in comparisons])
+    for comparison in comparisons:
+        if comparison.gate is not None and comparison.passed:
+            console.print(f"gate passed: {comparison.gate.sentence}", soft_wrap=True)
+    for comparison in failed:
+        console.print(f"failed: {_failure(comparison, against)}", soft_wrap=True)
+    if failed:
         raise typer.Exit(3)
+
+
+def _failure(result: TaskComparison, against: str | None) -> str:
+    return f"{result.task} is worse than with {against}" if result.gate is None else result.gate.sentence
+
+
+def _case(result: TaskComparison, against: str | None) -> GateCase:
+    verdict = result.gate.verdict if result.gate is not None else "pass" if result.passed else "fail"
+    failures = [] if result.passed else [_failure(result, against)]
+    return GateCase(result.metric, result.task, verdict, failures, _sentence(result))
 
 
 def _table(model: str, new: HarnessResult, against: str | None, base: HarnessResult | None) -> Any:

@@ -14,6 +14,7 @@ import torch
 from smelt.errors import DataError
 from smelt.harness.task_files import check_installed, isolated, load_tasks, template_error
 from smelt.measure.eval_result import EvalResult
+from smelt.measure.gate import GateResult, Margins, gate
 from smelt.measure.paired import PairedComparison, compare
 from smelt.models.model import Model
 from smelt.progress import Progress
@@ -190,20 +191,31 @@ def _scores(
 
 @dataclass(frozen=True)
 class TaskComparison:
-    """A task's metric of two models, compared item by item."""
+    """A task's metric of two models, compared item by item, with the gate if there is a margin."""
 
     task: str
     metric: str
     comparison: PairedComparison
+    gate: GateResult | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.comparison.verdict != "worse" if self.gate is None else self.gate.passed
 
     def to_json(self) -> dict[str, Any]:
-        return {"task": self.task, "metric": self.metric, **self.comparison.to_json()}
+        tested = {} if self.gate is None else {"gate": self.gate.to_json()}
+        return {**self.comparison.to_json(), "task": self.task, "metric": self.metric, **tested}
 
 
 def compare_tasks(
-    new: HarnessResult, base: HarnessResult, *, metric: str | None = None, seed: int = 0
+    new: HarnessResult,
+    base: HarnessResult,
+    *,
+    metric: str | None = None,
+    margins: Margins | None = None,
+    seed: int = 0,
 ) -> tuple[TaskComparison, ...]:
-    """Compare each task by `metric`, or by its first metric with a score per item."""
+    """Compare each task by `metric`, or by its first metric with a score per item; test it against its margin."""
     comparisons = []
     for task, before in zip(new.tasks, base.tasks, strict=True):
         pairs = zip(task.metrics, before.metrics, strict=True)
@@ -214,7 +226,9 @@ def compare_tasks(
         ]
         if scored:
             name, scores, scores_before = scored[0]
-            comparisons.append(TaskComparison(task.name, name, compare(scores, scores_before, seed=seed)))
+            compared = compare(scores, scores_before, seed=seed)
+            tested = gate(scores, scores_before, margins.of(scores.metric), seed=seed) if margins is not None else None
+            comparisons.append(TaskComparison(task.name, name, compared, tested))
         elif task.items is not None:
             wanted = "a score per item" if metric is None else f"the metric '{metric}' per item"
             names = ", ".join(value.name for value in task.metrics)

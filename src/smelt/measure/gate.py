@@ -180,6 +180,8 @@ def _drops(
     if quantiles.ratio is not None:
         ratio = new.value / base.value if base.value else math.nan
         return ratio - 1, quantiles.ratio(1 - confidence) - 1, quantiles.ratio(confidence) - 1
+    if not new.higher_is_better:
+        return new.value - base.value, quantiles.difference(1 - confidence), quantiles.difference(confidence)
     return base.value - new.value, -quantiles.difference(confidence), -quantiles.difference(1 - confidence)
 
 
