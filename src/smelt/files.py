@@ -58,8 +58,10 @@ def atomic_folder(path: Path, inside: Path | None = None) -> Iterator[Path]:
         with explain_disk_errors(path):
             temporary.mkdir(parents=True)
             yield temporary
+            mode = temporary.stat().st_mode & 0o666
             for file in temporary.rglob("*"):
                 if file.is_file():
+                    file.chmod(mode)  # safetensors lets only the owner read, but a server may be another user
                     _flush(file)
             temporary.replace(path)
     finally:

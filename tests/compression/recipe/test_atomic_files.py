@@ -46,6 +46,15 @@ def test_a_folder_appears_when_it_is_complete(inside: bool, tmp_path: Path) -> N
     assert names(tmp_path) == ["out", "work"] and names(tmp_path / "work") == []
 
 
+def test_files_of_a_folder_can_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "file").write_text("")
+    with atomic_folder(tmp_path / "out") as temporary:
+        (temporary / "model.safetensors").touch(mode=0o600)
+    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("plain/file", "out/model.safetensors")]
+    assert modes[0] == modes[1]
+
+
 @pytest.mark.parametrize(
     ("error", "words"),
     [
