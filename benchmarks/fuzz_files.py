@@ -44,6 +44,7 @@ WALL_SECONDS = 120  # per file: only something that waits forever takes so long
 HEADROOM = 2 * 2**30  # address space of a worker beyond what it has at the start
 MAX_GROWTH = 512 * 2**20  # resident memory that one file may take
 BATCH = 500  # files of one worker
+OWN_ERROR = 70  # exit code of a worker when this script fails, not a reader
 
 
 @dataclass
@@ -71,20 +72,23 @@ Reader = Callable[[Path], object]
 def read_model(folder: Path) -> object:
     from smelt.models.load import load
 
-    return load(folder)
+    return _encode(load(folder).tokenizer)
 
 
 def read_gguf_model(folder: Path) -> object:
     from smelt.models.load import load
 
-    return load(folder / "model.gguf")
+    return _encode(load(folder / "model.gguf").tokenizer)
 
 
 def read_tokenizer(folder: Path) -> object:
     from smelt.models.tokenizer import load_tokenizer_only
 
-    tokenizer = load_tokenizer_only(folder)
-    return tokenizer and tokenizer("The 12 words, then é 😀.", truncation=True, max_length=64)
+    return _encode(load_tokenizer_only(folder))
+
+
+def _encode(tokenizer: Any) -> object:
+    return tokenizer and tokenizer("The 12 words, then é 語 😀.", truncation=True, max_length=64)
 
 
 def read_yaml_file(folder: Path) -> object:
@@ -136,7 +140,7 @@ KINDS: dict[str, tuple[Callable[..., bytes], Reader]] = {
     "json": (mutate.mutate_json, read_model),
     "yaml": (mutate.mutate_yaml, read_yaml_file),
     "parquet": (mutate.mutate_footer, read_table),
-    "tokenizer": (mutate.mutate_json, read_tokenizer),
+    "tokenizer": (mutate.mutate_tokenizer, read_tokenizer),
 }
 
 
@@ -207,6 +211,7 @@ def work(kind: str, indices: range, seed: int, seeds: Path, pipe: int) -> None:
 def run_worker(kind: str, indices: range, seed: int, seeds: Path) -> Iterator[dict[str, Any]]:
     """Yield the results of one forked worker; if it dies, the last one says of what."""
     reader, writer = os.pipe()
+    errors = os.dup(2)  # a worker closes its own
     process = os.fork()
     if process == 0:
         code = 1
@@ -214,9 +219,13 @@ def run_worker(kind: str, indices: range, seed: int, seeds: Path) -> Iterator[di
             os.close(reader)
             work(kind, indices, seed, seeds, writer)
             code = 0
+        except Exception:  # readers' exceptions are caught where they are called
+            code = OWN_ERROR
+            os.write(errors, traceback.format_exc().encode())
         finally:
             os._exit(code)
     os.close(writer)
+    os.close(errors)
     current: int | None = None
     with os.fdopen(reader, "rb") as lines:
         while True:
@@ -231,6 +240,8 @@ def run_worker(kind: str, indices: range, seed: int, seeds: Path) -> Iterator[di
             else:
                 current = int(line)
     _, status = os.waitpid(process, 0)
+    if os.WIFEXITED(status) and os.WEXITSTATUS(status) == OWN_ERROR:
+        raise RuntimeError(f"file {current} of kind {kind}: the script itself failed")
     if current is not None:
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         hang = number in (signal.SIGPROF, signal.SIGKILL)
@@ -313,7 +324,7 @@ def main() -> None:
         seeds = Path(temporary) / "seeds"
         write_seeds(seeds)
         if options.index is not None:
-            print(yaml.safe_dump(read_one(options.kind, options.index, options.seed, seeds, options.state)))
+            print(yaml.safe_dump(read_one(options.kind, options.index, options.seed, seeds)))
             return
         kinds = [options.kind] if options.kind else [*KINDS]
         tasks = []

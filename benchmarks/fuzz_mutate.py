@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import struct
@@ -87,10 +88,9 @@ def mutate_json(content: bytes, other: bytes, rng: random.Random) -> bytes:
 
 
 def _edit_tree(value: Any, rng: random.Random) -> Any:
-    containers: list[Any] = []
-    _collect(value, containers)
+    containers = _containers(value)
     if not containers:
-        return rng.choice(_VALUES)
+        return copy.deepcopy(rng.choice(_VALUES))
     parent = rng.choice(containers) if rng.random() < 0.5 else value
     key = rng.choice(list(parent)) if isinstance(parent, dict) else rng.randrange(len(parent))
     while parent is not rng.choice(containers) and isinstance(parent[key], dict | list) and parent[key]:
@@ -100,15 +100,19 @@ def _edit_tree(value: Any, rng: random.Random) -> Any:
     return value
 
 
-def _collect(value: Any, containers: list[Any]) -> None:
-    if isinstance(value, dict | list) and value:
-        containers.append(value)
-        for item in value.values() if isinstance(value, dict) else value:
-            _collect(item, containers)
+def _containers(value: Any) -> list[Any]:
+    """Return the objects and lists with content in a parsed value, itself included."""
+    found, pending = [], [value]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict | list) and value:
+            found.append(value)
+            pending += value.values() if isinstance(value, dict) else value
+    return found
 
 
 def _replace(parent: Any, key: Any, _: list[Any], rng: random.Random) -> None:
-    parent[key] = rng.choice(_VALUES)
+    parent[key] = copy.deepcopy(rng.choice(_VALUES))  # a later edit must not change the list of values
 
 
 def _remove(parent: Any, key: Any, _: list[Any], __: random.Random) -> None:
@@ -165,6 +169,31 @@ def mutate_yaml(content: bytes, other: bytes, rng: random.Random) -> bytes:
         lines[at] = rng.choice((lines[at], " " + lines[at], lines[at] + "\n" + lines[at], ""))
         lines[at] = lines[at][:position] + rng.choice(_TOKENS) * rng.choice((1, 1, 2, 500)) + lines[at][position:]
     return "\n".join(lines).encode()
+
+
+def mutate_tokenizer(content: bytes, other: bytes, rng: random.Random) -> bytes:
+    """Edit tokens, merges and switches so that most files load and are used, or edit it as any JSON."""
+    if rng.random() < 0.6:
+        return mutate_json(content, other, rng)
+    value = json.loads(content)
+    model, added = value["model"], value["added_tokens"]
+    for _ in range(rng.choice((1, 2, 5, 40))):
+        token = rng.choice(list(model["vocab"]))
+        edit = rng.randrange(6)
+        if edit == 0 and len(model["vocab"]) > 1:
+            del model["vocab"][token]
+        elif edit == 1:
+            model["vocab"][token] = rng.choice((0, 1, len(model["vocab"]), 2**32 - 1, rng.randrange(300)))
+        elif edit == 2 and model.get("merges"):
+            del model["merges"][rng.randrange(len(model["merges"]))]
+        elif edit == 3 and added:
+            rng.choice(added).update(rng.choice(({"content": token}, {"id": rng.randrange(400)}, {"special": False})))
+        elif edit == 4:
+            model["unk_token"] = rng.choice((token, None, "", "\0"))
+        else:
+            switches = [key for key, switch in model.items() if isinstance(switch, bool)]
+            model.update({key: rng.random() < 0.5 for key in switches})
+    return json.dumps(value).encode()
 
 
 def mutate_safetensors(content: bytes, other: bytes, rng: random.Random) -> bytes:

@@ -86,5 +86,18 @@ def test_crashes_hangs_and_exceptions_are_counted(
 
 def test_every_file_depends_on_its_index_alone(fuzz_files: ModuleType, seeds: Path) -> None:
     for kind in fuzz_files.KINDS:
-        first, again, other = (fuzz_files.mutated(kind, index, _SEED, seeds)[2] for index in (5, 5, 6))
-        assert first == again != other
+        first, again = ([fuzz_files.mutated(kind, index, _SEED, seeds)[2] for index in range(300)] for _ in range(2))
+        assert first == again
+        assert len(set(first)) > 200
+
+
+def test_a_failure_of_the_script_is_not_counted_as_one_of_a_reader(
+    fuzz_files: ModuleType, seeds: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(content: bytes, other: bytes, rng: object) -> bytes:
+        raise RecursionError
+
+    monkeypatch.setitem(fuzz_files.KINDS, "yaml", (fail, fuzz_files.KINDS["yaml"][1]))
+    with pytest.raises(RuntimeError, match="the script itself failed"):
+        list(fuzz_files.run_worker("yaml", range(1), _SEED, seeds))
+    assert "RecursionError" in capfd.readouterr().err

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 
 from smelt.errors import ModelError, is_panic
 from smelt.models.load import load
@@ -62,10 +63,15 @@ def _padding(length: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _all_bytes(*without: int) -> dict[str, int]:
+    return {f"<0x{byte:02X}>": byte for byte in range(256) if byte not in without}
+
+
 _A = {"Sequence": {"id": "A", "type_id": 0}}
 _WORD_PIECE = {"type": "WordPiece", "vocab": _VOCAB, "unk_token": "?", "continuing_subword_prefix": "##"}
 _UNIGRAM = {"type": "Unigram", "unk_id": None, "vocab": [["a", 0.0]], "byte_fallback": False}
 _BPE = {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}
+_BYTES = {"type": "BPE", "vocab": _all_bytes(), "merges": [], "unk_token": "<unk>", "byte_fallback": True}
 _BAD: dict[str, tuple[dict[str, Any], str]] = {
     "replacement that multiplies": ({"normalizer": _replace("a", "a" * 10**6)}, "up to 64 characters"),
     "replacements that multiply together": ({"normalizer": _sequence([_replace("a", "aa")] * 30)}, "times longer"),
@@ -98,7 +104,10 @@ _BAD: dict[str, tuple[dict[str, Any], str]] = {
     "padding to a negative length": ({"padding": _padding(-1)}, "its padding"),
     "word of any length": ({"model": {**_WORD_PIECE, "max_input_chars_per_word": 10**9}}, "max_input_chars_per_word"),
     "merge of unknown tokens": ({"model": _BPE}, "cannot be loaded"),
-    "no unknown token": ({"model": _UNIGRAM}, "cannot be loaded"),
+    "no unknown token": ({"model": _UNIGRAM}, "no token for text outside"),
+    "unknown token that is not there": ({"model": {**_WORD_PIECE, "unk_token": "[UNK]"}}, "no token for text outside"),
+    "unknown byte": ({"model": {**_BYTES, "vocab": _all_bytes(0xE0)}}, "no token for text outside"),
+    "bytes without fallback": ({"model": {**_BYTES, "byte_fallback": False}}, "no token for text outside"),
     "no vocabulary": ({"model": {**_UNIGRAM, "vocab": []}}, "no vocabulary"),
     "vocabulary of another type": ({"model": {**_BPE, "vocab": 5}}, "no vocabulary"),
     "unknown model": ({"model": {"type": "Evil"}}, "unknown type 'Evil'"),
@@ -232,6 +241,11 @@ _GOOD: dict[str, Callable[[], dict[str, Any]]] = {
                            "pair": [_A, {"Sequence": {"id": "B", "type_id": 1}}],
                            "special_tokens": {"?": {"id": "?", "ids": [0], "tokens": ["?"]}}},
     },
+    "byte level without an unknown token": lambda: {
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "Unigram", "unk_id": None, "vocab": [[c, -1.0] for c in sorted(ByteLevel.alphabet())]},
+    },
+    "byte fallback without an unknown token": lambda: {"model": {**_BYTES, "vocab": _all_bytes(0xC0, 0xFF)}},
 }  # fmt: skip
 
 
@@ -239,4 +253,5 @@ _GOOD: dict[str, Callable[[], dict[str, Any]]] = {
 def test_usual_tokenizers_are_accepted(name: str, folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps({**_BASE, **_GOOD[name]()}))
     check_tokenizer_files(folder)
-    assert load(folder).tokenizer is not None
+    tokenizer = load(folder).tokenizer
+    assert tokenizer is not None and tokenizer("Z\0ß 語😀")["input_ids"]

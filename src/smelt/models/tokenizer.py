@@ -20,7 +20,7 @@ TOKENIZER_FILES = [
     "spiece.model",
 ]
 
-_PROBE = "Hello, 1 + 1 = 2!\n\u00e9"
+_PROBE = "Hello, 1 + 1 = 2!\n\u00e9\U0001f600"
 
 
 def load_tokenizer(folder: Path, config: PreTrainedConfig) -> PreTrainedTokenizerBase | None:

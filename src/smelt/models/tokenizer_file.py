@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tokenizers.pre_tokenizers import ByteLevel
+
 from smelt.errors import ModelError
 from smelt.models.json_file import read_limited, read_object
 from smelt.models.tokenizer_regex import check_regex
@@ -74,6 +76,7 @@ def _check_tokenizer(content: dict[str, Any]) -> None:
         if growth > _MAX_GROWTH:
             raise _InvalidTokenizerError(f"its {section} can make a text {growth:.3g} times longer")
     _check_model(_mapping(content.get("model"), "model"))
+    _check_unknown_token(content)
     _check_added_tokens(content.get("added_tokens") or [])
     _check_padding(content.get("padding"))
 
@@ -186,6 +189,28 @@ def _check_model(model: dict[str, Any]) -> None:
         raise _InvalidTokenizerError(f"its max_input_chars_per_word is not a number up to {_MAX_WORD}")
 
 
+def _check_unknown_token(content: dict[str, Any]) -> None:
+    """Check that the model has a token for text outside of its vocabulary, or that no text is outside of it.
+
+    Otherwise the tokenizer loads and fails later, at the first such text.
+    """
+    model = content["model"]
+    vocab, unknown = model["vocab"], model.get("unk_token")
+    if isinstance(vocab, dict):
+        missing = isinstance(unknown, str) and unknown not in vocab
+        pieces, has_all_bytes = set(vocab), model.get("byte_fallback") is True and set(vocab) >= _BYTE_TOKENS
+    else:  # Unigram, whose byte fallback needs an unknown token
+        missing, has_all_bytes = model.get("unk_id") is None, False
+        pieces = {entry[0] for entry in vocab if isinstance(entry, list) and entry and isinstance(entry[0], str)}
+    if not missing:
+        return
+    parts = [part for section in ("normalizer", "pre_tokenizer") for part in _flatten(content.get(section), section)]
+    if any(part.get("type") == "ByteLevel" for part in parts):
+        has_all_bytes = has_all_bytes or pieces >= _BYTE_CHARACTERS
+    if model.get("type") in ("WordPiece", "WordLevel") or not has_all_bytes:
+        raise _InvalidTokenizerError("its model has no token for text outside of its vocabulary")
+
+
 def _check_added_tokens(tokens: Any) -> None:
     if not isinstance(tokens, list) or len(tokens) > _MAX_ADDED_TOKENS:
         raise _InvalidTokenizerError(f"its added_tokens are not a list of up to {_MAX_ADDED_TOKENS} tokens")
@@ -204,6 +229,9 @@ def _check_padding(padding: Any) -> None:
         raise _InvalidTokenizerError(f"its padding has a length that is not a number up to {_MAX_PADDING}")
 
 
+_NO_BYTES = {0xC0, 0xC1, *range(0xF5, 0x100)}  # occur in no UTF-8 text
+_BYTE_TOKENS = {f"<0x{byte:02X}>" for byte in range(0x100) if byte not in _NO_BYTES}
+_BYTE_CHARACTERS = {*ByteLevel.alphabet()} - {chr(byte) for byte in _NO_BYTES}
 _SEQUENCE_KEYS = ("normalizers", "pretokenizers", "processors", "decoders")
 _COMPONENTS = {
     "normalizer": {
