@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from smelt.cli.junit import GateCase, junit_xml
-from tests.cli.conftest import Done, Place, Smelt
+from tests.cli.conftest import Done, Place, Smelt, llama_recipe
 
 TEXT = ["--limit", "3000", "--context", "64"]
 
@@ -163,3 +163,22 @@ def test_a_wrong_margin_is_refused_before_a_run(
     done = smelt_here("compress", place / "llama", *arguments)
     done.refused(words)
     assert "loading" not in done.err and not (tmp_path / "out.partial").exists()
+
+
+def test_evaluation_on_calibration_data_is_warned_of(
+    place: Place, smelt_here: Smelt, quick: None, tmp_path: Path
+) -> None:
+    recipe = llama_recipe(place, repair="none")
+    recipe["evaluate"]["source"] = place / "text.txt"
+    done = smelt_here("compress", place / "llama", "-r", place.recipe("same.yaml", recipe), "-o", str(tmp_path / "out"))
+    words = f"100 % of the evaluation data ({place / 'text.txt'}) also occurs in the calibration data"
+    assert done.code == 0 and words in done.err.replace("\n", "") + done.out
+    (warning,) = json.loads((tmp_path / "out" / "measurements.json").read_text())["warnings"]
+    assert words in warning and "evaluate on other data" in (tmp_path / "out" / "report.html").read_text()
+    arguments = ["eval", str(tmp_path / "out"), *TEXT, "--json", str(tmp_path / "r.json"), "--data"]
+    done = smelt_here(*arguments, place / "text.txt")
+    assert done.code == 0 and "was calibrated on" in done.out
+    assert "was calibrated on" in json.loads((tmp_path / "r.json").read_text())["warnings"][0]
+    (tmp_path / "other.txt").write_text("a text that was not used. " * 400)
+    done = smelt_here(*arguments, str(tmp_path / "other.txt"))
+    assert done.code == 0 and "was calibrated on" not in done.out

@@ -27,6 +27,7 @@ from smelt.cli.robustness import (
     robustness_run,
     show_robustness,
 )
+from smelt.compression.passport.origin import calibration_warning
 from smelt.data import TextData, load_data
 from smelt.errors import ConfigError
 from smelt.measure.divergence import logit_divergence
@@ -132,6 +133,9 @@ def run(
                 "quality": quality.to_json(),
                 **({"kv": kv_format} if kv_format else {}),
             }
+            warning = calibration_warning(model, loaded)
+            if warning is not None:
+                content["warnings"] = [warning]
             if base is not None and against is not None:
                 content |= _compare_with(against, base, new, quality, loaded, settings, seed, progress, kv, margins)
             if faults is not None:
@@ -244,6 +248,8 @@ def _show(model: str, quality: EvalResult, against: str | None, content: dict[st
     if against is not None:
         for line in _comparison_lines(content):
             console.print(line)
+    for warning in content.get("warnings", []):
+        console.print(f"warning: {warning}", soft_wrap=True)
 
 
 def _comparison_lines(content: dict[str, Any]) -> list[str]:

@@ -68,6 +68,19 @@ def describe_data(data: Data | None) -> dict[str, Any] | None:
     return {"name": data.name, "kind": kind, "items": items, "sha256": digest.hexdigest()}
 
 
+def calibration_warning(source: str, data: Data) -> str | None:
+    """Return a warning if the passport of a model says that it was calibrated on this data."""
+    path = Path(source) / PASSPORT
+    sections = read_object(path).get("data") if path.is_file() else None
+    used = sections.get("calibration") if isinstance(sections, dict) else None
+    described = describe_data(data)
+    if not isinstance(used, dict) or described is None:
+        return None
+    if used.get("sha256") != described["sha256"] and used.get("name") != described["name"]:
+        return None
+    return f"{source} was calibrated on {data.name}, so the measured quality may be too good; evaluate on other data."
+
+
 def describe_run(device: str, offload: bool, created: str) -> dict[str, Any]:
     """Return what a repeated run may have otherwise: versions, machine and date."""
     facts = machine()

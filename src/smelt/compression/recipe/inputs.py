@@ -1,4 +1,4 @@
-"""Load the calibration and evaluation data of a recipe; the two never overlap."""
+"""Load the calibration and evaluation data of a recipe, and warn if they overlap."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import numpy as np
 
 from smelt.compression.recipe.recipe import CalibrationSettings, EvaluationSettings, Recipe
 from smelt.data import Batch, LabeledData, MultipleChoiceData, TextData, labeled_batches, load_data, text_batches
+from smelt.data.overlap import overlap
 from smelt.errors import DataError, RecipeError
 from smelt.measure.evaluate import Data
 from smelt.models.model import Model
 
+MAX_OVERLAP = 0.01  # fraction of the evaluation data; texts of one kind share some phrases
 HELD_OUT = 0.2  # fraction of the calibration data, if the recipe names no evaluation data
 
 
@@ -98,6 +100,17 @@ def evaluation_data(recipe: Recipe, held_out: Data | None, model: Model) -> Data
     if model.task == "language":
         return load_data("default")
     return None
+
+
+def overlap_warning(calibration: Data, evaluation: Data | None) -> str | None:
+    """Return a warning if a part of the evaluation data is also calibration data."""
+    shared = 0.0 if evaluation is None else overlap(evaluation, calibration)
+    if evaluation is None or shared <= MAX_OVERLAP:
+        return None
+    return (
+        f"{100 * shared:.0f} % of the evaluation data ({evaluation.name}) also occurs in the calibration data "
+        f"({calibration.name}), so the measured quality may be too good; evaluate on other data."
+    )
 
 
 def _measurable(model: Model, data: Data) -> bool:

@@ -31,6 +31,7 @@ from smelt.compression.recipe.inputs import (
     evaluation_data,
     fingerprint,
     needs_data,
+    overlap_warning,
     split,
 )
 from smelt.compression.recipe.plan import plan
@@ -123,6 +124,7 @@ class _Run:
         self.progress, self.say = progress, say
         self.work, self.checkpoint = work, work.checkpoint
         self.record: dict[str, Any] = {}
+        self.warnings: list[str] = []
         self.model: Model
         self.passport: PassportBuilder
 
@@ -189,6 +191,10 @@ class _Run:
             self.passport.batch_size = settings.batch_size
             batches = calibration_batches(settings, data, model, self.recipe.seed)
         evaluation = evaluation_data(self.recipe, held_out, model)
+        warning = overlap_warning(data, evaluation) if batches else None
+        if warning is not None:
+            self.say(f"warning: {warning}")
+            self.warnings.append(warning)
         self.passport.add_data(data, evaluation)
         return model, batches, evaluation
 
@@ -283,6 +289,8 @@ class _Run:
             self.say("timing both models, alternating")
         after = after_record(self.model, base, before, quality, evaluation, self.recipe, speed, prompts)
         self.record = run_record(self.source, self.folder.name, self.recipe, before, after, steps, self.model, prompts)
+        if self.warnings:
+            self.record["warnings"] = self.warnings
         if verdict is not None:
             self.record["quality"]["gate"] = verdict.to_json()
             if refused:
