@@ -18,7 +18,7 @@ from tests.security.limits import limited_memory, refused
 from tests.tiny import BUILDS
 
 _MISSING = object()
-_ODD = [None, True, -1, 2**70, float("nan"), "x", [], [[]], {}, [{}], "\ud800", _MISSING]
+_ODD = [None, True, -1, 2**70, float("nan"), "x", [], [[]], {}, [{}], "\ud800", "a" * 5000, _MISSING]
 _ADDED = {"quantized": {"model.layers.0.mlp.up_proj": {"format": "int8"}}, "kv": {"keys": "int8"}}
 
 

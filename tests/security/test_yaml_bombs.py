@@ -28,6 +28,7 @@ def nested_merges() -> str:
     return "\n".join(lines)
 
 
+_BUDGET = "steps: [{{method: magnitude, budget: {}}}]"
 BOMBS = {
     "nested aliases": (nested_aliases(), "aliases expand to too much"),
     "merged mappings": (nested_merges(), "aliases expand to too much"),
@@ -44,6 +45,9 @@ BOMBS = {
     "a nested key twice": ("steps: [{method: gptq, bits: 4, 'bits': 3}]", "the key 'bits' appears twice, line 1"),
     "a long value": ("seed: " + "x" * 900_000, "seed of the recipe must be an integer"),
     "a long key": ("y" * 900_000 + ": 1", "not valid YAML|no key"),
+    "a budget of a long measure": (_BUDGET.format("{" + "x" * 900 + ": 0.5}"), "a budget limits one of"),
+    "a budget of a long fraction": (_BUDGET.format("{macs: " + "x" * 9_000 + "}"), "a budget keeps a fraction"),
+    "a budget of many measures": (_BUDGET.format("[" + "macs, " * 9_000 + "]"), "a budget is written as one measure"),
     "JSON with a key twice": ('{"steps": [{"method": "gptq"}], "seed": 1, "seed": 2}', "'seed' appears twice"),
 }
 

@@ -203,7 +203,7 @@ class KVCacheFormat:
         """Parse an untrusted description; raise unless it has the form that `to_json` writes."""
         known = {"format": (str,), "values": (str, type(None)), "clip": (float,), "rotate_keys": (bool,)}
         if not isinstance(plain, dict) or any(type(value) not in known.get(key, ()) for key, value in plain.items()):
-            raise ModelError(f"{where}: this does not describe a KV cache format: {plain!r}.")
+            raise ModelError(f"{where}: this does not describe a KV cache format: {plain!r:.80}.")
         kv_format = cls(**plain)
         try:
             kv_format.check()

@@ -68,13 +68,13 @@ def read_lora(folder: str | Path, network: nn.Module, dtype: torch.dtype, device
 def _scale(config: dict[str, Any], folder: Path) -> float:
     adapter_type = config.get("peft_type")
     if adapter_type != "LORA":
-        raise ModelError(f"{folder} is an adapter of type {adapter_type!r}; only LORA can be served.")
+        raise ModelError(f"{folder} is an adapter of type {adapter_type!r:.40}; only LORA can be served.")
     for key, plain in _PLAIN.items():
         if config.get(key) not in plain:
             raise ModelError(f"{folder} uses {key}, which is not plain LoRA; merge it into the model before serving.")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or not 1 <= rank <= 4096:
-        raise ModelError(f"{folder / CONFIG} has no usable rank and alpha ({rank!r}, {alpha!r}).")
+        raise ModelError(f"{folder / CONFIG} has no usable rank and alpha ({rank!r:.40}, {alpha!r:.40}).")
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 

@@ -57,14 +57,14 @@ class QuantizationScheme:
         """Parse an untrusted description; raise unless it has the form that `to_json` writes."""
         known = {"weight": str, "inputs": str, "static": bool, "hadamard": bool, "rank": int, "clip": float}
         if not isinstance(plain, dict) or any(type(value) is not known.get(key) for key, value in plain.items()):
-            raise ModelError(f"{where}: this is not the description of a quantized layer: {plain!r}.")
+            raise ModelError(f"{where}: this is not the description of a quantized layer: {plain!r:.80}.")
         try:
             weight, inputs = get_format(plain.get("weight", "")), plain.get("inputs")
             scheme = cls(weight, None if inputs is None else get_format(inputs), plain.get("static", False))
         except FormatError as error:
             raise ModelError(f"{where}: {error}") from error
         if scheme.static and (scheme.inputs is None or not scheme.inputs.has_scale_only):
-            raise ModelError(f"{where}: a static scale is not possible for inputs in the format {inputs!r}.")
+            raise ModelError(f"{where}: a static scale is not possible for inputs in the format {inputs!r:.40}.")
         rank, clip = plain.get("rank", 0), plain.get("clip", 1.0)
         if not 0 <= rank <= 65536:
             raise ModelError(f"{where}: a rank of {rank} is not possible.")
