@@ -38,11 +38,14 @@ BIT_BER = 1e-3  # per element, for the table of bit positions
 BITS = {"fp32": (31, 30, 29, 23, 22), "int8": (7, 6, 0), "int4": (3, 0)}
 
 
-class HalfWeights(torch.nn.Module):
-    """A linear layer whose weight is stored in half precision and multiplied in float32, as the baselines are."""
+class HalfWeights(torch.nn.Linear):
+    """A linear layer whose weight is stored in half precision and multiplied in float32, like quantized weights.
+
+    It is a Linear so that range clipping clamps its outputs, as in every other format.
+    """
 
     def __init__(self, linear: torch.nn.Linear, dtype: torch.dtype) -> None:
-        super().__init__()
+        super().__init__(linear.in_features, linear.out_features, device="meta")
         self.weight = torch.nn.Parameter(linear.weight.detach().to(dtype), requires_grad=False)
         self.bias = linear.bias
 
@@ -97,6 +100,10 @@ def _measure(name: str, data: LabeledData, train: LabeledData, seeds: int) -> li
         points = bit_error_sweep(tensors, evaluate, bers=BERS, seeds=seeds, target="matrices", clipped=True)
     cost = compare(clipped, clean).to_json()
     rows += [_row(name, point) for point in points]
+    for target, part in (("codes", "codes"), ("scales", "qparams")) if name in INTEGERS else ():
+        chosen = select(tensors, parts=[part])
+        points = bit_error_sweep(chosen, evaluate, bers=BERS, seeds=seeds, target=target, clean=clean)
+        rows += [_row(name, point) for point in points]
     codes = [entry for entry in tensors if entry.part != "qparams"]
     for bit in BITS.get(name, ()):
         (point,) = bit_error_sweep(codes, evaluate, bers=[BIT_BER], seeds=seeds, target="bit", bit=bit, clean=clean)
@@ -139,6 +146,9 @@ def _text(rows: list[dict[str, Any]], items: int, seeds: int) -> str:
             at_zero = clean[name]["clipping"]["new" if clipped else "base"]
             line = [_cell(rows, format=name, target="matrices", ber=ber, clipped=clipped) for ber in BERS]
             cells.append([label, f"{at_zero:.3f}", *line])
+        for target in ("codes", "scales") if name in INTEGERS else ():
+            line = [_cell(rows, format=name, target=target, ber=ber) for ber in BERS]
+            cells.append([f"{name}, {target} only", f"{clean[name]['value']:.3f}", *line])
     costs = [
         [name, f"{row['clipping']['difference']:+.4f}", "[{:+.4f}, {:+.4f}]".format(*row["clipping"]["interval"])]
         for name, row in clean.items()
@@ -151,10 +161,11 @@ def _text(rows: list[dict[str, Any]], items: int, seeds: int) -> str:
     return (
         "# MiniLM-L6 on SST-2: accuracy under bit errors\n\n"
         f"Accuracy on {items} dev sentences, mean of {seeds} seeds and (lowest-highest). Bit flips hit the 36 matrices "
-        "of the blocks as stored: float weights, or packed codes with one float32 scale per row. An item without a "
-        "finite output counts as wrong, so 0 is possible. Range clipping clamps activations at "
-        f"{MARGIN} times the range on {CALIBRATION} training sentences.\n\n"
-        + table(["format", "no flips", *(f"BER {ber:g}" for ber in BERS)], cells)
+        "of the blocks as stored: float weights, or packed codes with a float16 scale and a uint8 zero point per row "
+        "(*scales only* hits both); all products are in float32. An item without a finite output counts as wrong, so 0 "
+        "is possible. Range clipping clamps activations "
+        f"at {MARGIN} times the range on {CALIBRATION} training sentences.\n\n"
+        + table(["format", "no flips", *(f"BER 1e{np.log10(ber):.0f}" for ber in BERS)], cells)
         + "\n\n![accuracy against bit error rate](robustness.svg)\n\n## Clean accuracy with clipping, minus without\n\n"
         + table(["format", "difference", "95 % interval"], costs)
         + f"\n\n## One bit position of every weight, at {BIT_BER:g} per weight\n\n"
@@ -174,8 +185,9 @@ def _plot(rows: list[dict[str, Any]]) -> str:
         return top + height * (1 - accuracy)
 
     text = '<text x="{:.0f}" y="{:.0f}" text-anchor="{}">{}</text>'
-    parts = [text.format(x(ber), top + height + 18, "middle", f"{ber:g}") for ber in BERS]
+    parts = [text.format(x(ber), top + height + 18, "middle", f"1e{np.log10(ber):.0f}") for ber in BERS]
     parts.append(text.format(left + width / 2, top + height + 36, "middle", "bit error rate"))
+    parts.append(f'<text transform="translate(12 {top + height / 2}) rotate(-90)" text-anchor="middle">accuracy</text>')
     for accuracy in (0, 0.25, 0.5, 0.75, 1):
         parts.append(text.format(left - 8, y(accuracy) + 4, "end", f"{accuracy:g}"))
         parts.append(f'<path d="M{left} {y(accuracy):.0f}h{width}" stroke="#ddd"/>')

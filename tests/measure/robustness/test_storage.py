@@ -65,7 +65,7 @@ def test_layers_are_selected_by_path() -> None:
 
 
 @pytest.mark.parametrize("number_format", FORMATS)
-@pytest.mark.parametrize("ber", [0.0, 0.01, 0.7, 1.0])
+@pytest.mark.parametrize("ber", [0.0, 0.01, 0.4, 0.7, 1.0])
 def test_exactly_the_sampled_bits_flip_and_come_back(number_format: str, ber: float) -> None:
     layer = quantized_linear(number_format)
     before, objects = contents(layer), {name: id(tensor) for name, tensor in layer.state_dict(keep_vars=True).items()}
