@@ -112,6 +112,12 @@ def test_a_drop_above_the_margin_fails_where_an_equal_model_would_pass() -> None
     assert result.lower_bound < 0.01 < result.drop and result.verdict == "fail"
 
 
+def test_the_estimated_number_of_items_allows_for_the_observed_drop() -> None:
+    """A drop of 30pt leaves 5 of the 35pt, and the paired changes vary by 0.5 - 0.3^2."""
+    result = gate(*answered(160, 40, 400), Margin(0.35, "pt"))
+    assert result.items_needed == 1100  # (1.646 + 0.842)^2 * 0.41 / 0.05^2 = 1,015, rounded up
+
+
 def accepted(result: GateResult) -> bool:
     return result.verdict == "pass"
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from smelt.compression.allocation.latency_search import LatencyTables, search_latency
+from smelt.compression.allocation import latency_search
+from smelt.compression.allocation.latency_search import LatencyTables, search_latency, search_under_latency
 from smelt.compression.allocation.unit_search import Candidates, kept_importance
-from smelt.errors import BudgetError
+from smelt.errors import BudgetError, RecipeError
+from smelt.measure.cost import Workload
+from smelt.models.anatomy import anatomy_of
 from smelt.targets.operators import AttentionOp, FeedForwardOp
 from smelt.targets.table import LatencyTable
+from tests.tiny import BUILDS
 
 
 def table(kind: str, seconds: list[float]) -> LatencyTable:
@@ -70,3 +77,45 @@ def test_a_nonlinear_table_is_met_although_the_search_fits_a_line() -> None:
 def test_an_impossible_latency_is_refused() -> None:
     with pytest.raises(BudgetError, match="cannot be met"):
         search_latency(parts(0, layers=2, min_units=1), TABLES, 0.05)
+
+
+def test_with_no_layer_to_drop_the_search_equals_brute_force() -> None:
+    """Also where the minimum is above the units that cost nothing."""
+    candidates = parts(5, layers=2, filters=8)
+    candidates = [replace(part, min_units=4 if part.kind == "heads" else 1) for part in candidates]
+    tables = LatencyTables(TABLES.heads, table("ffn_channels", staircase(8, 2, 1.5, 0.25)))
+    limit = 0.83 * tables.seconds(candidates, [np.arange(len(part.importance)) for part in candidates])
+    best = 0.0
+    for counts in itertools.product(*(range(part.min_units, len(part.importance) + 1) for part in candidates)):
+        choice = [part.ranking()[:count] for part, count in zip(candidates, counts, strict=True)]
+        if tables.seconds(candidates, choice) <= limit:
+            best = max(best, kept_importance(candidates, choice))
+    assert kept_importance(candidates, search_latency(candidates, tables, 0.83)) == pytest.approx(best)
+
+
+def test_a_protected_layer_stays_although_it_is_the_least_important() -> None:
+    candidates = parts(6, layers=4)
+    candidates[2] = replace(candidates[2], importance=candidates[2].importance / 1e6, min_units=1)
+    choice = search_latency(candidates, TABLES, 0.25)
+    assert len(choice[2]) >= 1 and any(len(kept) == 0 for kept in choice)
+
+
+def test_the_unit_of_time_does_not_matter() -> None:
+    candidates = parts(1, layers=4)
+    heads, ffn_channels = staircase(6, 2, 1 / 1024, 0.5 / 1024), staircase(16, 4, 1.5 / 1024, 0.25 / 1024)
+    milliseconds = LatencyTables(table("heads", heads), table("ffn_channels", ffn_channels))
+    expected = search_latency(candidates, TABLES, 0.6)
+    for kept, other in zip(expected, search_latency(candidates, milliseconds, 0.6), strict=True):
+        np.testing.assert_array_equal(kept, other)
+
+
+def test_a_network_of_attention_and_ffn_layers_is_searched_and_convolutions_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(latency_search, "measure_latency_tables", lambda *_: TABLES)
+    candidates = parts(2, layers=3)
+    choice = search_under_latency(anatomy_of(BUILDS["llama"]()), candidates, 0.6, Workload(), seed=0)
+    for kept, other in zip(choice, search_latency(candidates, TABLES, 0.6), strict=True):
+        np.testing.assert_array_equal(kept, other)
+    with pytest.raises(RecipeError, match="for convolutions use macs"):
+        search_under_latency(anatomy_of(BUILDS["resnet"]()), candidates, 0.6, Workload(), seed=0)

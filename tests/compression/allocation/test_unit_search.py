@@ -125,3 +125,9 @@ def test_a_budget_below_the_minimum_is_refused() -> None:
     for rule in (search, search_uniform, search_threshold):
         with pytest.raises(BudgetError, match="cannot be met"):
             rule(parts, 20.0)
+
+
+def test_with_more_than_two_costs_the_most_important_units_per_cost_are_kept() -> None:
+    """Without a minimum, a part whose units cost too much may lose all of them."""
+    parts = [Candidates("channels", np.ones(8), price) for price in (16.0, 1.0, 4.0)]
+    assert [len(kept) for kept in search(parts, 8 * 1.0 + 3 * 4.0)] == [0, 8, 3]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import smelt.files
+from smelt.compression.recipe import work_folder
 from smelt.compression.recipe.work_folder import WorkFolder, check_output
 from smelt.errors import SmeltError
 from smelt.files import atomic_folder
@@ -161,6 +162,17 @@ def test_a_run_killed_before_its_manifest_leaves_no_obstacle(tmp_path: Path) -> 
     assert not names(tmp_path)
 
 
+def test_files_of_the_user_beside_a_lock_file_stay(tmp_path: Path) -> None:
+    folder = tmp_path / "out.partial"
+    folder.mkdir()
+    for name in (".smelt-lock", "notes.txt"):
+        (folder / name).touch()
+    work = make(tmp_path)
+    with pytest.raises(SmeltError, match="is not an unfinished run"), work.locked():
+        work.find_unfinished(identity(), resume=False)
+    assert names(folder) == {"notes.txt"}
+
+
 def test_folders_made_for_a_refused_run_are_removed(tmp_path: Path) -> None:
     with make(tmp_path / "a" / "b").locked():
         assert (tmp_path / "a" / "b" / "out.partial").is_dir()
@@ -199,6 +211,23 @@ def test_finished_steps_are_returned(tmp_path: Path) -> None:
     assert {"step-0", "step-1", "step-2-work", "quality-before.json"} <= names(work.path)
 
 
+def test_temporary_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
+    work = started(tmp_path, 1)
+    before = names(work.path)
+    (work.path / "activations-0").mkdir()
+    (work.path / ".step-0.json.123.tmp").touch()
+    work.open(manifest(), manifest())
+    assert names(work.path) == before
+
+
+def test_a_finished_run_leaves_nothing(tmp_path: Path) -> None:
+    work = make(tmp_path)
+    with work.locked():
+        started(tmp_path, 2)
+        work.remove()
+    assert not names(tmp_path)
+
+
 def test_a_changed_later_step_keeps_the_earlier_ones(tmp_path: Path) -> None:
     work = started(tmp_path, 2)
     work.checkpoint.save_facts("quality-after", {"value": 3.0})
@@ -208,6 +237,33 @@ def test_a_changed_later_step_keeps_the_earlier_ones(tmp_path: Path) -> None:
     assert not {"step-1", "step-1.json", "step-2-work", "quality-after.json"} & names(work.path)
     assert "quality-before.json" in names(work.path)
     assert work.checkpoint.load_facts("run") == manifest(steps)
+
+
+def test_a_shortened_recipe_drops_the_steps_that_it_lacks(tmp_path: Path) -> None:
+    work = started(tmp_path, 2)
+    assert work.open(manifest(), manifest(STEPS[:1])) == [{"name": 0}]
+    assert {name for name in names(work.path) if name.startswith("step-")} == {"step-0", "step-0.json"}
+
+
+@pytest.mark.parametrize("deletions", range(1, 5))
+def test_steps_that_were_discarded_in_part_are_not_taken_for_damaged(
+    deletions: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record goes before its folder and the latest step first, so that a killed process leaves whole steps."""
+    work, deleted, delete = started(tmp_path, 2), list[Path](), work_folder._delete
+
+    def delete_some(path: Path) -> None:
+        if len(deleted) == deletions:
+            raise KeyboardInterrupt
+        deleted.append(path)
+        delete(path)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(work_folder, "_delete", delete_some)
+        work.open(manifest(), manifest([{"method": "c"}]))
+    said: list[str] = []
+    make(tmp_path, said.append).open(manifest(), manifest())
+    assert not said
 
 
 @pytest.mark.parametrize(
