@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,12 +26,24 @@ def check_writable(path: Path) -> None:
         with suppress(FileNotFoundError, NotADirectoryError):
             path.lstat()  # raises if the name is too long or a folder is not searchable
         parent = path.absolute().parent
-        while not parent.exists():
+        while not _accepts_entries(parent):
             parent = parent.parent
-        if not parent.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, f"{parent} is not a folder")
-        if not os.access(parent, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, f"{parent} may not be written to")
+
+
+def _accepts_entries(folder: Path) -> bool:
+    """Return whether a folder exists, which another process may delete meanwhile; raise if it cannot be written to."""
+    try:
+        mode = folder.stat().st_mode
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return False
+        raise
+    if not stat.S_ISDIR(mode):
+        raise NotADirectoryError(errno.ENOTDIR, f"{folder} is not a folder")
+    writable = os.access(folder, os.W_OK | os.X_OK)
+    if not writable and folder.exists():
+        raise PermissionError(errno.EACCES, f"{folder} may not be written to")
+    return writable
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -110,10 +123,15 @@ def locked(path: Path) -> Iterator[None]:
 
 def _open_lock(path: Path) -> int | None:
     with explain_disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    return None
+        except FileNotFoundError:
+            return None
+        except FileExistsError:  # from mkdir, if the folder was deleted before it looked whether it is one
+            if os.path.lexists(path.parent):
+                raise
+            return None
 
 
 def _lock(descriptor: int, path: Path) -> None:

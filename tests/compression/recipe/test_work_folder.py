@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -108,6 +109,31 @@ def test_a_lock_on_a_deleted_file_is_none(tmp_path: Path, monkeypatch: pytest.Mo
         assert len(seen) == 2
         with pytest.raises(SmeltError, match="is in use by"), make(tmp_path).locked():
             pass
+
+
+def test_a_folder_that_is_deleted_while_it_is_checked_or_made_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run ends at that instant. `Path.mkdir` then finds the folder, but no longer when it looks what it is."""
+    folder, access, mkdir, deleted = tmp_path / "out.partial", os.access, Path.mkdir, list[str]()
+
+    def deleting_access(path: Path, mode: int) -> bool:
+        if path == folder and not deleted:
+            deleted.append("checked")
+            folder.rmdir()
+        return access(path, mode)
+
+    def deleting_mkdir(path: Path, *arguments: Any, **options: Any) -> None:
+        if path == folder and deleted == ["checked"]:
+            deleted.append("made")
+            raise FileExistsError(errno.EEXIST, "File exists")
+        mkdir(path, *arguments, **options)
+
+    folder.mkdir()
+    monkeypatch.setattr(os, "access", deleting_access)
+    monkeypatch.setattr(Path, "mkdir", deleting_mkdir)
+    with make(tmp_path).locked():
+        assert names(folder) == {".smelt-lock"} and deleted == ["checked", "made"]
 
 
 def test_runs_that_start_and_end_at_the_same_instant(tmp_path: Path) -> None:
