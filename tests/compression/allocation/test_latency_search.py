@@ -79,13 +79,11 @@ def test_an_impossible_latency_is_refused() -> None:
         search_latency(parts(0, layers=2, min_units=1), TABLES, 0.05)
 
 
-@pytest.mark.parametrize("keep", [0.74, 0.83, 0.91])
-def test_with_no_layer_to_drop_the_search_equals_brute_force(keep: float) -> None:
-    """Also where the minimum is above the units that cost nothing."""
+def test_with_no_layer_to_drop_the_search_equals_brute_force() -> None:
+    keep = 0.83
     tables = LatencyTables(TABLES.heads, table("ffn_channels", staircase(8, 2, 1.5, 0.25)))
-    for seed in range(4):
-        candidates = parts(seed, layers=2, filters=8)
-        candidates = [replace(part, min_units=4 if part.kind == "heads" else 1) for part in candidates]
+    for seed in range(3):
+        candidates = [replace(part, min_units=3) for part in parts(seed, layers=2, filters=8)]
         limit = keep * tables.seconds(candidates, [np.arange(len(part.importance)) for part in candidates])
         best = 0.0
         for counts in itertools.product(*(range(part.min_units, len(part.importance) + 1) for part in candidates)):
@@ -93,6 +91,18 @@ def test_with_no_layer_to_drop_the_search_equals_brute_force(keep: float) -> Non
             if tables.seconds(candidates, choice) <= limit:
                 best = max(best, kept_importance(candidates, choice))
         assert kept_importance(candidates, search_latency(candidates, tables, keep)) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("keep", [0.6, 0.75, 0.9])
+def test_a_minimum_that_is_met_anyway_changes_nothing(keep: float) -> None:
+    """It is above the units that cost nothing, so that it uses up a part of the budget."""
+    tables = LatencyTables(TABLES.heads, table("ffn_channels", staircase(300, 40, 1.5, 0.02)))
+    candidates = parts(4, layers=3, filters=300, min_units=1)
+    expected = search_latency(candidates, tables, keep)
+    required = [replace(part, min_units=len(kept)) for part, kept in zip(candidates, expected, strict=True)]
+    required[-1] = candidates[-1]
+    for kept, other in zip(expected, search_latency(required, tables, keep), strict=True):
+        np.testing.assert_array_equal(kept, other)
 
 
 def test_a_protected_layer_stays_although_it_is_the_least_important() -> None:
