@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,12 @@ import torch
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in background jobs; subprocesses of tests inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+with suppress(ImportError):  # a machine for GPU tests may lack it
+    import hypothesis
+
+    hypothesis.settings.register_profile("smelt", deadline=None)  # a busy machine is no failure
+    hypothesis.settings.load_profile("smelt")
 
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if _WORKERS > 1:  # split the cores among the pytest-xdist workers, and the processes that tests start

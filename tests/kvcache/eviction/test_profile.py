@@ -198,7 +198,7 @@ def test_a_damaged_profile_is_one_sentence(changed: dict[str, Any], sentence: st
 
 def test_other_files_are_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "model.kv.json"
-    with pytest.raises(ModelError, match="cannot be read"):
+    with pytest.raises(ModelError, match="is missing or not a regular file"):
         EvictionProfile.load(path)
     path.write_text("{")
     with pytest.raises(ModelError, match="not valid JSON"):

@@ -65,5 +65,5 @@ def test_other_files(tmp_path: Path) -> None:
     file.write_text("{}")
     with pytest.raises(ModelError, match="not a KV cache profile"):
         Engine(model_of("llama"), kv_profile=file, **SMALL)
-    with pytest.raises(ModelError, match="cannot be read"):
+    with pytest.raises(ModelError, match="is missing or not a regular file"):
         Engine(model_of("llama"), kv_profile=tmp_path / "none.json", **SMALL)

@@ -44,12 +44,12 @@ class EvaluationSettings:
     metric: str | None = None
     context: int = 512
     limit: int | None = 16384  # tokens of text, or rows
-    max_drop: str | None = None  # the margin of the quality gate: 1pt, or 1% for perplexity
     batch_size: int = renamed("batch", default=8)
     text: str | None = None
     pair: str | None = None
     label: str | None = None
     normalize: str | None = None  # of multiple choice: none (the default), characters, bytes or tokens
+    max_drop: str | None = None  # the margin of the quality gate: 1pt, or 1% for perplexity
 
     def __post_init__(self) -> None:
         _check_counts("evaluate", context=self.context, limit=self.limit, batch_size=self.batch_size)
