@@ -123,6 +123,17 @@ def test_a_file_that_changed_just_now_is_not_cached(folder: Path, cache: Path, m
     assert not cache.exists()
 
 
+def test_an_old_modification_time_does_not_hide_a_change_just_now(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tools that unpack or copy files set it; the kernel's own time of the change cannot be set."""
+    monkeypatch.setattr(fingerprint, "_SETTLED_NS", 10**15)
+    for path in (folder / "a", folder / "sub" / "b", folder / ".hidden"):
+        os.utime(path, (1, 1))
+    hash_folder(folder, cache=True)
+    assert not cache.exists()
+
+
 @pytest.mark.parametrize("damage", ["", "[]", '{"a": 1}', '{"[1": "x"}', "[" * 100_000, '{"[]": "x"}'])
 def test_a_damaged_cache_counts_as_empty(folder: Path, cache: Path, damage: str) -> None:
     cache.parent.mkdir()

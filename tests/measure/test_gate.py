@@ -118,6 +118,17 @@ def test_the_estimated_number_of_items_allows_for_the_observed_drop() -> None:
     assert result.items_needed == 1100  # (1.646 + 0.842)^2 * 0.41 / 0.05^2 = 1,015, rounded up
 
 
+def test_more_items_than_given_are_needed_if_these_cannot_tell() -> None:
+    """Four items that all changed for the better do not vary, so that the estimate alone would be smaller."""
+    assert gate(*answered(0, 4, 4), POINT).items_needed == 5
+
+
+def test_the_estimated_number_of_windows_allows_for_the_observed_drop() -> None:
+    """At a drop of 0.5 % and independent noise of 4 %, (1.7 + 0.84)^2 * 0.04^2 / 0.005^2 is about 410 windows."""
+    needed = gate(*texts(0.005, items=120, noise=0.04), PERCENT, resamples=2000).items_needed
+    assert needed is not None and 250 < needed < 900
+
+
 def accepted(result: GateResult) -> bool:
     return result.verdict == "pass"
 

@@ -69,7 +69,9 @@ def test_the_long_run_error_is_that_of_the_mean(correlation: float) -> None:
     assert np.mean(errors) == pytest.approx((1 + correlation) / (1 - correlation) / 400, rel=0.1)
 
 
-@pytest.mark.parametrize(("gained", "lost", "items"), [(0, 0, 100), (3, 1, 60), (0, 5, 200), (40, 55, 872), (7, 7, 20)])
+@pytest.mark.parametrize(
+    ("gained", "lost", "items"), [(0, 0, 100), (3, 1, 60), (0, 5, 200), (40, 55, 872), (7, 7, 20), (19, 0, 20)]
+)
 @pytest.mark.parametrize("level", [0.025, 0.05, 0.95, 0.975])
 def test_the_score_bound_inverts_the_score_test(gained: int, lost: int, items: int, level: float) -> None:
     """At the bound, the observed change is as many constrained standard errors away as the critical value."""
@@ -84,6 +86,31 @@ def test_the_score_bound_inverts_the_score_test(gained: int, lost: int, items: i
     losing = optimize.minimize_scalar(loss, bounds=(lowest, highest), method="bounded", options={"xatol": 1e-12}).x
     error = math.sqrt((2 * losing + bound - bound**2) / items)
     assert (bound - (gained - lost) / items) / error == pytest.approx(stats.t.ppf(level, items - 1), rel=1e-3)
+
+
+@pytest.mark.parametrize("items", [8, 12])
+def test_the_bootstrap_over_few_items_is_as_wide_as_a_t_interval(items: int) -> None:
+    changes = stats.norm.ppf((np.arange(items) + 0.5) / items)
+    new = EvalResult("loss", float(changes.mean()), False, "data", changes, predictions=changes)
+    base = EvalResult("loss", 0.0, False, "data", np.zeros(items), predictions=np.zeros(items))
+    quantile = paired_quantiles(new, base, 20_000, 0).difference
+    error = float(np.std(changes, ddof=1)) / math.sqrt(items)
+    for level in (0.1, 0.9):
+        assert quantile(level) == pytest.approx(stats.t.ppf(level, items - 1) * error, rel=0.05)
+
+
+def test_with_few_changes_the_bootstrap_is_widened_as_the_score_interval_is() -> None:
+    labels = np.arange(100) % 2
+    predictions = np.where(np.arange(100) < 3, 1 - labels, labels)
+    new, base = classified(predictions, labels, "f1"), classified(labels, labels, "f1")
+    generator = np.random.default_rng(5)
+    resamples = [METRICS["f1"](predictions[drawn], labels[drawn]) for drawn in generator.integers(0, 100, (4000, 100))]
+    drop, wald = new.value - base.value, float(np.std(new.items, ddof=1)) / 10
+    critical = float(stats.t.ppf(0.05, 99))
+    narrow = float(np.quantile(resamples, stats.norm.cdf(critical))) - new.value
+    factor = (score_quantile(0, 3, 100, 0.05) + 0.03) / (critical * wald)
+    assert factor > 1.3
+    assert paired_quantiles(new, base, 4000, 0).difference(0.05) == pytest.approx(drop + factor * narrow, rel=0.05)
 
 
 def test_nothing_changed_is_no_proof_in_few_items() -> None:

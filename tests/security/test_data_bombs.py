@@ -7,6 +7,7 @@ import io
 import json
 import os
 import struct
+import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -139,6 +140,34 @@ def test_the_limit_can_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(LIMIT_VARIABLE, wrong)
         with pytest.raises(DataError, match="must be a number of bytes"):
             max_decoded_bytes()
+
+
+def test_bytes_are_counted_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LIMIT_VARIABLE, "100")
+    budget = limits.DecodedBytes("a.csv")
+    budget.require(100)  # not counted
+    budget.add(60)
+    budget.add(40)
+    for refused_call in (budget.add, budget.require):
+        with pytest.raises(DataError, match=r"a\.csv decodes to more than 100 bytes"):
+            refused_call(1)
+
+
+@pytest.mark.parametrize("values", ["[]", "1234", '""', "{}", "[1, [2.5, null]]", '{"a": [], "b": 1e3}'])
+def test_the_bytes_of_json_are_never_underestimated(values: str) -> None:
+    def size(value: Any) -> int:
+        parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+        return sys.getsizeof(value) + sum(map(size, parts))
+
+    text = "[" + ",".join([values] * 200) + "]"
+    assert size(json.loads(text)) <= limits.json_bytes(text)
+
+
+def test_a_gzipped_parquet_file_is_refused_while_it_is_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.parquet.gz").write_bytes(gzip.compress(b"PAR1" + bytes(20 * MIB)))
+    assert "decodes to more than 0.00781 GiB" in outcome(tmp_path / "a.parquet.gz", 8 * MIB, monkeypatch)
 
 
 # ---- images ----

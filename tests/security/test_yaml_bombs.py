@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from yaml import YAMLError
 
 from smelt.compression.recipe.recipe import Recipe, migrate
 from smelt.errors import RecipeError
@@ -78,6 +79,15 @@ def test_pipes_and_devices(tmp_path: Path) -> None:
     for name in ("pipe.yaml", "device.yaml"):
         with pytest.raises(RecipeError, match="a folder, pipe or device"):
             Recipe.load(tmp_path / name)
+
+
+def test_the_limits_are_exact_and_errors_name_the_line() -> None:
+    load_yaml("a:\n " + "[" * 99 + "]" * 99)  # the mapping is one level
+    with pytest.raises(YAMLError, match=r"nested more than 100 deep, line 2$"):
+        load_yaml("a:\n " + "[" * 100 + "]" * 100)
+    assert len(load_yaml("[" + "1," * 19_999 + "]")) == 19_999  # the list is one value
+    with pytest.raises(YAMLError, match="more than 20,000 values"):
+        load_yaml("[" + "1," * 20_000 + "]")
 
 
 def test_aliases_numbers_and_nesting_within_reason_are_read() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +92,14 @@ def test_a_second_run_is_told_who_holds_the_folder(tmp_path: Path) -> None:
             pass
         assert names(tmp_path) == {"out.partial"}
     assert not names(tmp_path)
+
+
+def test_the_lock_file_names_its_present_holder_only(tmp_path: Path) -> None:
+    lock = tmp_path / "out.partial" / ".smelt-lock"
+    lock.parent.mkdir()
+    lock.write_text("process 1 on a machine with a long name" * 4)
+    with make(tmp_path).locked():
+        assert lock.read_text() == f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def test_a_lock_on_a_deleted_file_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
