@@ -70,7 +70,7 @@ def test_the_long_run_error_is_that_of_the_mean(correlation: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gained", "lost", "items"), [(0, 0, 100), (3, 1, 60), (0, 5, 200), (40, 55, 872), (7, 7, 20), (19, 0, 20)]
+    ("gained", "lost", "items"), [(0, 0, 100), (3, 1, 60), (0, 5, 200), (40, 55, 872), (7, 7, 20), (3, 0, 4)]
 )
 @pytest.mark.parametrize("level", [0.025, 0.05, 0.95, 0.975])
 def test_the_score_bound_inverts_the_score_test(gained: int, lost: int, items: int, level: float) -> None:
