@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 from scipy import optimize, signal, stats
 
-from smelt.measure.bootstrap import automatic_block_length, long_run_error, sample_counts
+from smelt.measure.bootstrap import (
+    _first_correlation,
+    automatic_block_length,
+    long_run_degrees,
+    long_run_error,
+    sample_counts,
+)
 from smelt.measure.eval_result import EvalResult
 from smelt.measure.intervals import paired_quantiles, score_quantile
 from smelt.measure.metrics import METRICS
@@ -67,6 +73,19 @@ def test_the_long_run_error_is_that_of_the_mean(correlation: float) -> None:
     generator = np.random.default_rng(4)
     errors = [long_run_error(autoregression(generator, 400, correlation))[0] ** 2 for _ in range(200)]
     assert np.mean(errors) == pytest.approx((1 + correlation) / (1 - correlation) / 400, rel=0.1)
+
+
+def test_the_correlation_has_no_bias_but_half_a_standard_error() -> None:
+    """The plain estimate of 40 items would be too low by (1 + 4 * 0.4) / 40 = 0.065."""
+    generator = np.random.default_rng(6)
+    series = [autoregression(generator, 40, 0.4) for _ in range(1000)]
+    estimates = [_first_correlation(values - values.mean()) for values in series]
+    assert np.mean(estimates) == pytest.approx(0.4 + 0.5 * math.sqrt((1 - 0.4**2) / 40), abs=0.02)
+
+
+def test_the_degrees_of_freedom_grow_as_the_power_two_thirds() -> None:
+    """More cosines would be of frequencies at which a correlated series varies less than at 0."""
+    assert [long_run_degrees(items) for items in (2, 3, 8, 100, 1000)] == [1, 2, 2, 9, 41]
 
 
 @pytest.mark.parametrize(

@@ -106,10 +106,11 @@ def test_each_resample_is_the_metric_itself(metric: str) -> None:
     assert result.interval[0] <= result.difference <= result.interval[1]
 
 
-def test_divergence_and_agreement() -> None:
+@pytest.mark.parametrize("classes", [2, 3])
+def test_divergence_and_agreement(classes: int) -> None:
     generator = np.random.default_rng(3)
-    base, new = generator.normal(size=(2, 50, 3)).astype(np.float32)
-    labels = generator.integers(0, 3, 50)
+    base, new = generator.normal(size=(2, 50, classes)).astype(np.float32)
+    labels = generator.integers(0, classes, 50)
     pair = [classified(logits.argmax(1), labels, logits=logits) for logits in (new, base)]
     result = compare(*pair, resamples=100)
     p, q = (np.exp(logits) / np.exp(logits).sum(1, keepdims=True) for logits in (base, new))

@@ -189,8 +189,11 @@ def test_preemption_takes_the_last_request_and_keeps_its_tokens() -> None:
     first, second = request(0, [1, 2, 3], 5), request(1, [4, 5, 6], 5)
     for member in (first, second):
         scheduler.add(member)
-    steps_of(scheduler)
-    assert first.preemptions == 0 and second.preemptions > 0
+    steps = steps_of(scheduler)
+    preempted = [step for step in steps if step.preempted]
+    assert [step.preempted for step in preempted] == [[second]]
+    assert not any(chunk.request is second for chunk in preempted[0].chunks)  # nor admitted again in the same step
+    assert (first.preemptions, second.preemptions) == (0, 1)
     assert len(second.output) == 5
 
 
@@ -222,6 +225,16 @@ def test_blocks_for_the_answer_are_reserved_after_a_long_prefill() -> None:
     for item in short:
         scheduler.add(item)
     assert len(steps_of(scheduler)[0].chunks) == 2 and short[1].preemptions > 0
+
+
+@pytest.mark.parametrize(("prompt", "admitted"), [(58, 2), (59, 1)])
+def test_the_watermark_stays_free_while_others_run(prompt: int, admitted: int) -> None:
+    """Of 100 blocks 10 stay free: the first request needs 31 with its answer, so that the second may have 59."""
+    pool = BlockPool(100, 1, enable_prefix_caching=False)
+    scheduler = Scheduler(PagedCacheManager(pool), max_num_batched_tokens=256, watermark=0.1)
+    scheduler.add(request(0, [1] * 30, 1))
+    scheduler.add(request(1, [2] * prompt, 1))
+    assert len(scheduler.schedule().chunks) == admitted
 
 
 def test_prefill_chunks_run_beside_decoding() -> None:
@@ -301,7 +314,7 @@ def test_a_full_queue_and_a_prompt_larger_than_the_cache_are_refused() -> None:
     scheduler = Scheduler(PagedCacheManager(BlockPool(4, 4)), max_queued=1)
     with pytest.raises(RequestError, match="longer than the cache"):
         scheduler.add(request(0, [1] * 16, 1))
-    scheduler.add(request(0, [1], 1))
+    scheduler.add(request(0, [1] * 15, 1))
     with pytest.raises(RequestError, match="waiting already"):
         scheduler.add(request(1, [1], 1))
 
