@@ -130,6 +130,16 @@ def test_a_forged_shape_is_refused(change: dict[str, object], message: str, tmp_
         load_artifact(tmp_path)
 
 
+def test_a_kept_unit_beyond_the_original_ones_is_refused(tmp_path: Path) -> None:
+    save_artifact(pruned("llama"), tmp_path)
+    content = json.loads((tmp_path / "smelt.json").read_text())
+    entry = next(entry for entry in content["shape"] if entry.get("kept"))
+    entry["kept"][-1] = entry["of"]
+    (tmp_path / "smelt.json").write_text(json.dumps(content))
+    with pytest.raises(ModelError, match="does not fit"):
+        load_artifact(tmp_path)
+
+
 def test_a_shape_that_contradicts_the_weights_is_refused(tmp_path: Path) -> None:
     save_artifact(pruned("bert"), tmp_path)
     content = json.loads((tmp_path / "smelt.json").read_text())
