@@ -1,5 +1,5 @@
-# Commands for a fresh machine, each sets everything up first: `make demo`, `make test`, and `make test-all`, which adds
-# the slow tests.
+# Commands for a fresh machine, each sets everything up first: `make demo`, `make test`, `make test-all`, which adds the
+# slow tests, and `make mutants`, which tests the tests: it breaks the source in small ways that they must notice.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -8,7 +8,7 @@ DEMO   := demo
 WORKERS ?= 2
 PARALLEL := --numprocesses $(WORKERS) --dist loadfile
 
-.PHONY: demo test test-all check setup docs lock clean
+.PHONY: demo test test-all mutants check setup docs lock clean
 
 setup: $(VENV)/.ready
 
@@ -36,6 +36,9 @@ test: check
 
 test-all: check
 	$(BIN)/python -m pytest $(PARALLEL)
+
+mutants: setup
+	$(BIN)/python -m tests.mutants.run --jobs $(WORKERS) --json benchmarks/results/mutants.json
 
 docs: setup
 	$(BIN)/python docs/make_methods.py

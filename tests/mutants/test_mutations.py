@@ -1,0 +1,52 @@
+"""The list of mutations fits the source: every line still exists once, and the changed file compiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.propose import SOURCE, propose
+from tests.mutants.run import MAX_SURVIVORS, ROOT, Mutation, Outcome, read_mutations, summarize
+
+MUTATIONS = read_mutations()
+
+
+def test_there_are_enough_and_few_are_excused() -> None:
+    assert len(set(MUTATIONS)) == len(MUTATIONS) >= 150
+    assert sum(bool(mutation.reason) for mutation in MUTATIONS) <= MAX_SURVIVORS * len(MUTATIONS)
+
+
+@pytest.mark.parametrize("file", dict.fromkeys(mutation.file for mutation in MUTATIONS))
+def test_every_mutation_applies_once_and_compiles(file: str) -> None:
+    source = (SOURCE / file).read_text()
+    for mutation in MUTATIONS:
+        if mutation.file == file:
+            compile(mutation.apply(source), file, "exec")
+            assert mutation.old != mutation.new
+            assert all((ROOT / word).exists() for word in mutation.tests.split() if word.startswith("tests/"))
+
+
+def test_a_line_that_is_gone_or_repeated_is_named() -> None:
+    mutation = Mutation("x.py", "a = 1", "a = 2", "tests")
+    assert mutation.apply("if b:\n    a = 1\n") == "if b:\n    a = 2\n"
+    for source in ("a = 3\n", "a = 1\na = 1\n"):
+        with pytest.raises(ValueError, match=r"x\.py: [02] lines are 'a = 1'; update mutations\.yaml"):
+            mutation.apply(source)
+
+
+def test_proposals_are_the_same_in_every_run_and_leave_settings_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["LIMIT = 2", "def f(a, b=1):", "    print('no')", "    if not a < LIMIT or g(a)[40]:", "        h(a)"]
+    (tmp_path / "x.py").write_text("\n".join(lines))
+    monkeypatch.setattr("tests.mutants.propose.SOURCE", tmp_path)
+    assert [old for old, _ in propose("x.py", 9)] == ["if not a < LIMIT or g(a)[40]:", "h(a)"]
+    assert propose("x.py", 1) == propose("x.py", 1) and len(propose("x.py", 1)) == 1
+
+
+def test_the_table_counts_per_file_and_gives_reasons() -> None:
+    changed = Mutation("x.py", "a = 1", "a = 2", "tests", "the same value")
+    text = summarize([Outcome(changed, "survived"), Outcome(Mutation("x.py", "b", "c", "tests"), "killed", "test")])
+    assert "| x.py | 2 | 1 | 1 |" in text and "| all files | 2 | 1 | 1 |" in text
+    assert "x.py, survived: the same value" in text and "- a = 1\n+ a = 2" in text
