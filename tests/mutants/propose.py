@@ -88,9 +88,11 @@ class _Candidates(ast.NodeVisitor):
     def visit_BinOp(self, node: ast.BinOp) -> None:
         is_number = not any(isinstance(part, ast.List | ast.Tuple | ast.JoinedStr) for part in (node.left, node.right))
         is_number = is_number and not isinstance(getattr(node.right, "value", None), str)
+        is_number = is_number and not isinstance(getattr(node.left, "value", None), str | bytes)
         if isinstance(node.op, ast.Pow) and isinstance(node.left, ast.Constant):  # 2**20
             return
-        if type(node.op) in _ARITHMETIC and is_number and not ast.unparse(node.left).endswith(_PATHS):
+        is_number = is_number and not ast.unparse(node.left).endswith(_PATHS) and "Path(" not in ast.unparse(node.left)
+        if type(node.op) in _ARITHMETIC and is_number:
             self._replace_between(node.left, node.right, *_ARITHMETIC[type(node.op)])
         self.generic_visit(node)
 

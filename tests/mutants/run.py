@@ -32,7 +32,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 LIST = Path(__file__).with_name("mutations.yaml")
 MAX_SURVIVORS = 0.05
-_CPU_FACTOR, _CPU_SECONDS = 8, 60  # a child may use so many times the CPU time of the unchanged code, and at least this
+_CPU_FACTOR, _CPU_SECONDS = 5, 30  # a child may use so many times the CPU time of the unchanged code, and at least this
 _TIMEOUT = "more CPU time than allowed"
 
 _LIBRARIES = ["scipy.optimize", "scipy.stats", "safetensors.torch", "torch", "torch._dynamo", "openai"]

@@ -163,6 +163,12 @@ def test_the_bytes_of_json_are_never_underestimated(values: str) -> None:
     assert size(json.loads(text)) <= limits.json_bytes(text)
 
 
+def test_a_broken_parquet_file_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1" + bytes(100))
+    sentence = outcome(tmp_path / "a.parquet", 8 * MIB, monkeypatch)
+    assert "is not a readable Parquet file (" in sentence and "magic bytes" in sentence
+
+
 def test_a_gzipped_parquet_file_is_refused_while_it_is_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

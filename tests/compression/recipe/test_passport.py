@@ -16,7 +16,7 @@ import smelt.compression.pruning.base as pruning
 import smelt.compression.recipe.plan
 import smelt.compression.recipe.run
 from smelt.compression.passport.document import MAX_FILES, PASSPORT, read_passport
-from smelt.compression.passport.origin import describe_data, license_of
+from smelt.compression.passport.origin import calibration_warning, describe_data, license_of
 from smelt.compression.passport.reproduce import Inputs, Reproduction, reproduce
 from smelt.compression.recipe.recipe import Recipe
 from smelt.compression.recipe.run import compress
@@ -289,3 +289,20 @@ def test_the_hash_of_data_depends_on_every_item_and_label() -> None:
     assert len({describe_data(entry)["sha256"] for entry in data}) == len(data)
     assert describe_data(TextData("y", ("a", "b")))["sha256"] == describe_data(data[0])["sha256"]
     assert describe_data(data[3])["items"] == 2 and describe_data(None) is None
+
+
+@pytest.mark.parametrize(
+    ("calibration", "warned"),
+    [
+        ({"name": "y", "sha256": describe_data(TextData("x", ("a",)))["sha256"]}, True),  # the same texts, renamed
+        ({"name": "x", "sha256": "0"}, True),  # another part of the same data
+        ({"name": "y", "sha256": "0"}, False),
+        ("x", False),
+        (None, False),
+    ],
+)
+def test_evaluating_on_the_calibration_data_is_warned_about(tmp_path: Path, calibration: Any, warned: bool) -> None:
+    data = TextData("x", ("a",))
+    assert calibration_warning(str(tmp_path), data) is None
+    (tmp_path / PASSPORT).write_text(json.dumps({"data": {"calibration": calibration}}))
+    assert ("was calibrated on x" in (calibration_warning(str(tmp_path), data) or "")) == warned
