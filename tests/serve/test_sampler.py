@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from smelt.serve.engine import sampler
 from smelt.serve.engine.request import Request, RequestId
 from smelt.serve.engine.sampler import sample
 from smelt.serve.engine.sampling_params import SamplingParams
@@ -114,6 +115,16 @@ def test_logit_bias_and_penalties() -> None:
     assert token(logits, request((0,), temperature=0, repetition_penalty=1.1)) == 1  # here it does
     negative = torch.tensor([-1.0, -1.1])
     assert token(negative, request((0,), temperature=0, repetition_penalty=1.2)) == 1
+
+
+def test_a_bias_beyond_the_vocabulary_is_ignored() -> None:
+    """The tokenizer may have tokens that the network has no logits for."""
+    assert token(torch.arange(WORDS).float(), request(temperature=0, logit_bias={WORDS: 100.0})) == WORDS - 1
+
+
+def test_a_random_number_that_is_rounded_up_to_one_samples_the_last_kept_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "_uniform", lambda _: 1.0)
+    assert token(torch.arange(WORDS).float(), request(top_k=3)) == WORDS - 3
 
 
 def test_eos_is_banned_before_min_tokens() -> None:

@@ -264,6 +264,14 @@ def test_a_full_queue_and_a_prompt_larger_than_the_cache_are_refused() -> None:
         scheduler.add(request(1, [1], 1))
 
 
+def test_the_blocks_in_use_are_counted() -> None:
+    manager = PagedCacheManager(BlockPool(10, 4))
+    scheduler = Scheduler(manager)
+    scheduler.add(request(0, [1] * 9, 1))
+    scheduler.schedule()
+    assert manager.state() == {"blocks": 10, "blocks_used": 3}
+
+
 def test_a_request_never_outgrows_the_cache() -> None:
     scheduler = Scheduler(PagedCacheManager(BlockPool(4, 4)))
     only = request(0, [1] * 10, 1000)
