@@ -16,8 +16,9 @@ from smelt.measure.robustness.measure import DEFAULT_BERS, RobustnessSettings, m
 from smelt.models.model import Model
 from smelt.progress import Progress
 from smelt.report.numbers import metric as format_metric
+from smelt.report.numbers import rate
 from smelt.report.page import write_page
-from smelt.report.robustness import render_robustness
+from smelt.report.robustness import ATTACKS, BACKDOOR_ALARM, fault_key, fault_keys, render_robustness
 
 RobustnessOption = Annotated[
     bool, typer.Option("--robustness", help="Also measure bit errors, range clipping and attacks.")
@@ -68,55 +69,86 @@ def show_robustness(content: dict[str, Any]) -> None:
     """Print the tables."""
     models = [model for model in (content["base"], content["model"]) if model]
     names = [model["name"] for model in models]
-    keys = list(dict.fromkeys(_key(point) for model in models for point in model["faults"]))
-    rows = [
+    metric = content["model"]["clean"]["metric"]
+    rows = [["nothing", "0", *(format_metric(model["clean"]["value"]) for model in models)]]
+    rows += [
         [
             f"{target}{', clipped' if clipped else ''}",
-            f"{ber:g}",
+            rate(ber),
             *(_mean(model, (target, ber, clipped)) for model in models),
         ]
-        for target, ber, clipped in sorted(keys, key=lambda key: (key[0], key[2], key[1]))
+        for target, ber, clipped in fault_keys(content)
     ]
-    metric = content["model"]["clean"]["metric"]
     console.print(table(f"{metric} under bit errors", ["flips in", "bit error rate", *names], rows))
+    if any(_is_partly_nonfinite(point) for model in models for point in model["faults"]):
+        console.print("* with items whose output is not finite; they count as wrong")
+    _show_attacks(models)
     for model in models:
         for line in _lines(model):
             console.print(f"{model['name']}: {line}")
+    if (content["comparison"] or {}).get("backdoor_alarm"):
+        console.print(BACKDOOR_ALARM, style="bold red")
+
+
+def _show_attacks(models: list[dict[str, Any]]) -> None:
+    rows = [
+        [
+            model["name"],
+            f"{attack['eps']:g}",
+            *("-" if attack[name] is None else f"{attack[name]:.1%}" for name in ATTACKS),
+        ]
+        for model in models
+        for attack in model["attacks"]
+    ]
+    if rows:
+        items = models[-1]["attacks"][0]["items"]
+        title = f"accuracy on {items} items with embeddings moved by eps standard deviations"
+        console.print(table(title, ["model", "eps", *ATTACKS.values()], rows))
 
 
 def _lines(model: dict[str, Any]) -> list[str]:
+    lines = []
+    for entry in model["tolerated"]:
+        losses = {"one point": entry.get("ber_1"), "half": entry.get("ber_50")}
+        known = " and ".join(
+            f"{loss} is lost at a bit error rate of about {rate(ber)}"
+            for loss, ber in losses.items()
+            if ber is not None
+        )
+        if known:
+            lines.append(f"flips in {entry['target']}{', clipped' if entry['clipped'] else ''}: {known}")
     clipping = model["clipping"]
     low, high = clipping["comparison"]["interval"]
     between = "" if low is None else f", 95% interval [{low:+.4g}, {high:+.4g}]"
-    lines = [
-        f"range clipping without faults: {clipping['comparison']['difference']:+.4g}{between}; "
+    metric = model["clean"]["metric"]
+    lines.append(
+        f"range clipping without flips: {metric} {clipping['comparison']['difference']:+.4g}{between}; "
         f"{clipping['latency_ratio']:.2f} times the time"
-    ]
-    for attack in model["attacks"]:
-        transfer = "" if attack["transfer"] is None else f", transfer {attack['transfer']:.1%}"
-        lines.append(
-            f"accuracy at eps {attack['eps']:g}: FGSM {attack['fgsm']:.1%}, PGD {attack['pgd']:.1%}{transfer}, "
-            f"all attacks {attack['robust']:.1%}"
-        )
+    )
     search = model["bit_search"]
     if search:
         last = (search["steps"] or [search])[-1]
-        lines.append(f"{search['flips']} chosen bit flips: accuracy {search['accuracy']:.1%} to {last['accuracy']:.1%}")
+        lines.append(
+            f"{search['flips']} chosen bit flips: accuracy on the attacked batch falls from {search['accuracy']:.1%} "
+            f"to {last['accuracy']:.1%}"
+        )
     door = model["backdoor"]
     if door:
         lines.append(f"back door: {door['success']:.1%} with the trigger, {door['without_trigger']:.1%} without")
     return lines
 
 
-def _key(point: dict[str, Any]) -> tuple[str, float, bool]:
-    return point["target"], point["ber"], point["clipped"]
-
-
 def _mean(model: dict[str, Any], key: tuple[str, float, bool]) -> str:
-    point = next((point for point in model["faults"] if _key(point) == key), None)
+    point = next((point for point in model["faults"] if fault_key(point) == key), None)
     if point is None:
         return "-"
-    return "not finite" if point["mean"] is None else format_metric(point["mean"])
+    if point["mean"] is None:
+        return "not finite"
+    return format_metric(point["mean"]) + ("*" if _is_partly_nonfinite(point) else "")
+
+
+def _is_partly_nonfinite(point: dict[str, Any]) -> bool:
+    return point["mean"] is not None and any(point["nonfinite"])
 
 
 def _rates(text: str | None) -> tuple[float, ...]:

@@ -71,6 +71,12 @@ def signed(value: float) -> str:
     return text if not math.isfinite(value) else f"{MINUS if value < 0 else '+'}{text}"
 
 
+def rate(value: float) -> str:
+    """Format a bit error rate with its exponent: 1e-6, 2.5e-4."""
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}" if value else "0"
+
+
 def percent(value: float) -> str:
     """Format a relative change (0.148) as +14.8 %."""
     if not math.isfinite(value):

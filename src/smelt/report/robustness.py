@@ -11,6 +11,7 @@ from smelt.report.page import page
 from smelt.report.plots import Scale, Series, legend, lines
 
 Run = Mapping[str, Any]
+BACKDOOR_ALARM = "Alarm: the trigger works on the compressed model and not on the dense one."
 
 
 def render_robustness(content: Run) -> str:
@@ -26,7 +27,13 @@ def robustness(content: Run | None) -> Markup | None:
     if not content:
         return None
     return join(
-        section("Quality under bit errors", note(_conditions(content)), _plots(content), _fault_table(content)),
+        section(
+            "Quality under bit errors",
+            note(_conditions(content)),
+            _plots(content),
+            _fault_table(content),
+            _tolerated_table(content),
+        ),
         section("Range clipping", note(_CLIPPING), _clipping_table(content)),
         _attack_section(content),
         _other_section(content),
@@ -34,7 +41,7 @@ def robustness(content: Run | None) -> Markup | None:
 
 
 _CLIPPING = (
-    "Activations are clamped to the range seen on held-out data. Its cost without faults: the change of the metric and "
+    "Activations are clamped to the range seen on held-out data. Its cost without flips: the change of the metric and "
     "its 95 % interval, and the time with clipping over the time without."
 )
 
@@ -45,6 +52,17 @@ def _models(content: Run) -> list[tuple[str, Run]]:
     return [(role, model) for role, model in pairs if model]
 
 
+def fault_key(point: Run) -> tuple[str, float, bool]:
+    return point["target"], point["ber"], point["clipped"]
+
+
+def fault_keys(content: Run) -> list[tuple[str, float, bool]]:
+    """Return target, rate and clipping of all measurements in the order of tables: as measured, clipped last."""
+    points = [point for model in (content["model"], content.get("base")) if model for point in model["faults"]]
+    targets = list(dict.fromkeys(point["target"] for point in points))
+    return sorted({fault_key(point) for point in points}, key=lambda key: (targets.index(key[0]), key[2], key[1]))
+
+
 def _conditions(content: Run) -> str:
     clean = content["model"]["clean"]
     settings = content["settings"]
@@ -53,7 +71,7 @@ def _conditions(content: Run) -> str:
     )
     return (
         f"{clean['metric']} on {clean['items']} items of {clean['data']}, mean of {settings['seeds']} seeds. "
-        f"Without faults: {values}. Flips hit the bits as stored."
+        f"Without flips: {values}. Flips hit the bits as stored; an item without a finite output counts as wrong."
     )
 
 
@@ -97,14 +115,14 @@ def _points(model: Run, target: str, clipped: bool) -> list[tuple[float, float]]
 
 def _fault_table(content: Run) -> Markup:
     models = _models(content)
-    compared = {_key(row): row for row in (content.get("comparison") or {}).get("faults", [])}
-    keys = list(dict.fromkeys(_key(point) for _, model in models for point in model["faults"]))
+    compared = {fault_key(row): row for row in (content.get("comparison") or {}).get("faults", [])}
     headings = ["flips in", "bit error rate", *(_label(role, model) for role, model in models)]
     headings += ["difference, 95 % interval"] if compared else []
-    rows = []
-    for key in sorted(keys, key=lambda key: (key[0], key[2], key[1])):
+    clean = [numbers.metric(model["clean"]["value"]) for _, model in models]
+    rows: list[list[object]] = [["nothing", "0", *clean, *([_clean_difference(content)] if compared else [])]]
+    for key in fault_keys(content):
         target, ber, clipped = key
-        row: list[object] = [f"{target}, clipped" if clipped else target, f"{ber:g}"]
+        row: list[object] = [f"{target}, clipped" if clipped else target, numbers.rate(ber)]
         row += [_value_text(model, key) for _, model in models]
         if compared:
             row.append(_difference_text(compared.get(key)))
@@ -112,12 +130,8 @@ def _fault_table(content: Run) -> Markup:
     return table(headings, rows)
 
 
-def _key(point: Run) -> tuple[str, float, bool]:
-    return point["target"], point["ber"], point["clipped"]
-
-
 def _value_text(model: Run, key: tuple[str, float, bool]) -> str:
-    point = next((point for point in model["faults"] if _key(point) == key), None)
+    point = next((point for point in model["faults"] if fault_key(point) == key), None)
     if point is None:
         return "–"
     values = [value for value in point["values"] if value is not None]
@@ -127,11 +141,30 @@ def _value_text(model: Run, key: tuple[str, float, bool]) -> str:
     return numbers.metric(point["mean"]) + spread
 
 
+def _clean_difference(content: Run) -> str:
+    return numbers.signed(content["comparison"]["difference"])
+
+
 def _difference_text(row: Run | None) -> str:
     if row is None or row["difference"] is None:
         return "–"
     low, high = row["interval"]
     return f"{numbers.signed(row['difference'])} [{numbers.signed(low)}, {numbers.signed(high)}]"
+
+
+def _tolerated_table(content: Run) -> Markup:
+    """List the rates that cost one point and half of the metric, where the measured rates show them."""
+    rows = [
+        [
+            f"{entry['target']}, clipped" if entry["clipped"] else entry["target"],
+            _label(role, model),
+            *("–" if entry.get(name) is None else numbers.rate(entry[name]) for name in ("ber_1", "ber_50")),
+        ]
+        for role, model in _models(content)
+        for entry in model["tolerated"]
+        if entry.get("ber_1") is not None or entry.get("ber_50") is not None
+    ]
+    return table(["flips in", "model", "bit error rate that costs one point", "half"], rows) if rows else join()
 
 
 def _clipping_table(content: Run) -> Markup:
@@ -148,7 +181,7 @@ def _clipping_table(content: Run) -> Markup:
 
 def _attack_section(content: Run) -> Markup | None:
     rows = [
-        [_label(role, model), f"{attack['eps']:g}", *(_share(attack[name]) for name in _ATTACKS)]
+        [_label(role, model), f"{attack['eps']:g}", *(_share(attack[name]) for name in ATTACKS)]
         for role, model in _models(content)
         for attack in model["attacks"]
     ]
@@ -156,12 +189,13 @@ def _attack_section(content: Run) -> Markup | None:
         return None
     text = (
         "Accuracy when the embeddings of the tokens may move by eps standard deviations of the embedding table. "
-        "Transfer: inputs made on the dense model. Robust: right under every attack."
+        "Transfer: inputs made on the dense model. Robust: right under every attack. "
+        f"On {content['model']['attacks'][0]['items']} items."
     )
-    return section("Adversarial inputs", note(text), table(["model", "eps", *_ATTACKS.values()], rows))
+    return section("Adversarial inputs", note(text), table(["model", "eps", *ATTACKS.values()], rows))
 
 
-_ATTACKS = {"clean": "no attack", "fgsm": "FGSM", "pgd": "PGD", "transfer": "transfer", "robust": "robust"}
+ATTACKS = {"clean": "no attack", "fgsm": "FGSM", "pgd": "PGD", "transfer": "transfer", "robust": "robust"}
 
 
 def _share(value: float | None) -> str:
@@ -191,4 +225,6 @@ def _other_section(content: Run) -> Markup | None:
     ]
     if doors:
         parts.append(table(["back door", "target predicted with the trigger", "without"], doors))
+    if (content.get("comparison") or {}).get("backdoor_alarm"):
+        parts.append(tag("p", BACKDOOR_ALARM))
     return section("Chosen flips and back doors", *parts) if parts else None

@@ -19,7 +19,7 @@ def test_a_quantized_classifier_and_its_dense_model() -> None:
     new, base = classifier("int8"), classifier()
     before = contents(new.network), contents(base.network)
     settings = RobustnessSettings(
-        bers=(0.0, 1e-4, 1e-3), seeds=2, eps=(0.0, 1.0), attacked_items=8, pgd_steps=3, trigger=("zq", 1)
+        bers=(0.0, 1e-4, 1e-3), seeds=2, eps=(0.0, 1.0), attacked_items=32, pgd_steps=3, trigger=("zq", 1)
     )
     result = measure_robustness(new, rows(), against=base, settings=settings, limit=24)
     assert (contents(new.network), contents(base.network)) == before
@@ -31,6 +31,7 @@ def test_a_quantized_classifier_and_its_dense_model() -> None:
         assert part["clipping"]["latency_ratio"] > 0 and part["clean"]["items"] == 24
         none, much = part["attacks"]
         assert none["clean"] == none["fgsm"] == none["pgd"] == none["robust"] >= much["robust"]
+        assert none["items"] == 24  # not more than the limit
         assert part["backdoor"]["items"] > 0
     targets = {point["target"] for point in plain["model"]["faults"]}
     assert targets == {"all", "quantized layers", "codes", "scales"}
@@ -42,7 +43,17 @@ def test_a_quantized_classifier_and_its_dense_model() -> None:
     assert {row["target"] for row in compared["faults"]} == {"all", "quantized layers"}
     assert compared["attacks"][0]["relative"] == pytest.approx(1.0) and compared["backdoor_alarm"] is False
     page = render_robustness(plain)
-    for words in ("Quality under bit errors", "quantized layers, clipped", "Range clipping", "FGSM", "back door"):
+    assert "Alarm" not in page
+    plain["comparison"]["backdoor_alarm"] = True
+    assert "Alarm: the trigger works on the compressed model and not on the dense one." in render_robustness(plain)
+    for words in (
+        "Quality under bit errors",
+        "nothing",
+        "quantized layers, clipped",
+        "Range clipping",
+        "FGSM",
+        "back door",
+    ):
         assert words in page
 
 

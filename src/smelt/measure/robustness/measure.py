@@ -250,7 +250,8 @@ class _Measurement:
 
     def _attack(self, eps: float) -> RobustAccuracy:
         assert isinstance(self.data, LabeledData)
-        items = self.data.take(range(min(self.settings.attacked_items, len(self.data))))
+        count = min(self.settings.attacked_items, len(self.data), self.evaluation["limit"] or len(self.data))
+        items = self.data.take(range(count))
         batches = encoder_batches(self.model, items, self.evaluation["batch_size"])
         attack = AttackSettings(eps * _embedding_std(self.model), steps=self.settings.pgd_steps)
         dense = self.dense if self.dense is not None and _same_width(self.dense, self.model) else None
