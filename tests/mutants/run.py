@@ -119,6 +119,9 @@ def summarize(outcomes: list[Outcome]) -> str:
     for name in [*dict.fromkeys(outcome.mutation.file for outcome in outcomes), "all files"]:
         results = [outcome.result for outcome in outcomes if name in ("all files", outcome.mutation.file)]
         lines.append(f"| {name} | {len(results)} | {results.count('killed')} | {results.count('survived')} |")
+    pending = len(read_mutations()) - len(outcomes)
+    if pending > 0:
+        lines += ["", f"{pending} mutations of the list have no result yet (`--resume` runs them) and are not counted."]
     for outcome in outcomes:
         if outcome.result != "killed":
             mutation = outcome.mutation
