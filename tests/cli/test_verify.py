@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import subprocess
@@ -197,6 +198,9 @@ def test_a_signature_binds_the_folder_to_the_key(
     done = smelt_here("verify", str(copy), "--public-key", str(keys / "a.pub"))
     assert done.code == 3 and "failed: there is no model.sig" in done.out
     assert smelt_here("sign", str(copy), "--key", str(keys / "a.pem")).code == 0
+    envelope = json.loads((copy / "model.sig").read_text())["dsseEnvelope"]
+    serialization = json.loads(base64.b64decode(envelope["payload"]))["predicate"]["serialization"]
+    assert serialization["allow_symlinks"] is False and serialization["ignore_paths"] == ["model.sig"]
     done = smelt_here("verify", str(copy), "--public-key", str(keys / "a.pub"))
     assert done.code == 0 and "signature: valid" in done.out, done
     assert "signature: not checked" in smelt_here("verify", str(copy)).out
@@ -234,6 +238,19 @@ def test_a_bad_key_is_refused_before_any_work(smelt_here: Smelt, place: Place, k
     arguments = ("compress", place / "llama", "-r", place / "llama.yaml", "-o", str(tmp_path / "out"))
     smelt_here(*arguments, "--sign-key", str(keys / "a.pub")).refused("is not a private key")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["rsa", "secp256k1"])
+def test_keys_of_other_kinds_are_refused(smelt_here: Smelt, copy: Path, keys: Path, tmp_path: Path, kind: str) -> None:
+    from cryptography.hazmat.primitives.asymmetric import ec, rsa
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+
+    key = rsa.generate_private_key(65537, 2048) if kind == "rsa" else ec.generate_private_key(ec.SECP256K1())
+    (tmp_path / "key").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    (tmp_path / "key.pub").write_bytes(public)
+    smelt_here("sign", str(copy), "--key", str(tmp_path / "key")).refused("is not of the curve P-256, P-384 or P-521")
+    smelt_here("verify", str(copy), "--public-key", str(tmp_path / "key.pub")).refused("is not of the curve P-256")
 
 
 def test_compress_signs(

@@ -57,6 +57,11 @@ def test_the_asymmetric_rule_by_hand() -> None:
     assert quantized.pack()["zero"].dtype == torch.uint8
 
 
+def test_zero_points_are_rounded_to_codes() -> None:
+    zero = torch.tensor([-3.0, 0.0, 0.4, 7.6, 99.0])
+    assert get_format("int4-asym").round_zero(zero).tolist() == [0, 0, 0, 8, 15]  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("name", ["int4-asym", "dint4", "int4-float-zero", "int4-float32-zero"])
 def test_zero_is_exact_for_values_of_one_sign(sign: int, name: str) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as distributed
 import smelt.train
 from smelt.errors import ConfigError
 from smelt.train import CompressedStep, CompressionSettings, compress_hsdp
-from smelt.train.gradients.compressor import Compressor, Sparsifier
+from smelt.train.gradients.compressor import Compressor, Sparsifier, initial_threshold
 from smelt.train.gradients.compressors import (
     COMPRESSORS,
     DEFT,
@@ -326,3 +326,7 @@ def test_random_k_selects_the_requested_count_uniformly() -> None:
         assert all(len(draw.unique()) == number for draw in draws)
         often = torch.bincount(torch.cat(draws), minlength=100) / 2000
         assert float((often - number / 100).abs().max()) < 5 * math.sqrt(number / 100 / 2000)
+
+
+def test_the_first_threshold_lets_everything_pass_at_density_one() -> None:
+    assert initial_threshold(0.25, 64) == 0.5 / 4 and initial_threshold(1.0, 64) == 0

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from smelt.kernels.threshold_select import add_and_select, threshold_select
 from smelt.train.gradients import encoding
+from smelt.train.gradients.comm import Comm
+from tests.train.parallel import run
 
 
 @given(
@@ -72,3 +74,15 @@ def test_compaction_of_many_chunks() -> None:
     assert torch.equal(indices, torch.nonzero(gradient[7:190_000].abs() >= 2.0).flatten() + 7)
     assert torch.equal(threshold_select(residual, 0.0, 3, 150_000), torch.arange(3, 150_000))
     assert not len(threshold_select(residual, 100.0, 3, 150_000))
+
+
+def summed(count: int) -> tuple[torch.Tensor, int]:
+    comm = Comm()
+    values, _ = encoding.all_reduce_values(torch.arange(count) + float(comm.rank), comm, "bfloat16")
+    return values, comm.bytes_received["values"]
+
+
+def test_rounded_values_are_summed_in_equal_chunks() -> None:
+    """Two ranks receive each other's half of 6 padded values, then the sum of the other half: 2 x 3 x 2 bytes."""
+    for values, received in run(2, summed, 5):
+        assert values.tolist() == [1, 3, 5, 7, 9] and received == 12

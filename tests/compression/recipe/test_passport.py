@@ -154,6 +154,17 @@ def test_the_inputs_may_have_moved(place: Path, pruned: Path, tmp_path: Path) ->
     assert repeat(pruned, source=str(tmp_path / "moved"), data=str(tmp_path / "other.txt")).changes.none
 
 
+def test_a_moved_run_is_not_timed_and_needs_no_recorded_evaluation(place: Path, pruned: Path, tmp_path: Path) -> None:
+    content = json.loads((pruned / PASSPORT).read_text())
+    content["data"]["evaluation"] = None  # as nobody vouches for a passport
+    (tmp_path / PASSPORT).write_text(json.dumps(content))
+    said: list[str] = []
+    result = reproduce(
+        read_passport(tmp_path), Inputs(), progress=NullProgress(), say=said.append, work_folder=tmp_path
+    )
+    assert result.changes.none and said and not any("timing" in line for line in said)
+
+
 def test_another_source_model_is_refused(place: Path, pruned: Path, tmp_path: Path) -> None:
     shutil.copytree(place / "llama", tmp_path / "llama")
     weights = tmp_path / "llama" / "model.safetensors"
