@@ -23,12 +23,14 @@ from smelt.models.model import Model
 RESULTS = Path(__file__).parent / "results"
 
 
+SHARED = Path(os.environ.get("SMELT_SHARED", Path(__file__).resolve().parents[2] / "shared"))
+
+
 def shared() -> Path:
     """Return the folder with real data and weights: SMELT_SHARED, or `shared` next to the checkout."""
-    folder = Path(os.environ.get("SMELT_SHARED", Path(__file__).resolve().parents[2] / "shared"))
-    if not (folder / "data").is_dir():
+    if not (SHARED / "data").is_dir():
         raise SystemExit("the real data is not here; set SMELT_SHARED to its folder")
-    return folder
+    return SHARED
 
 
 def minilm_sst2(device: str = "cpu") -> Model:
@@ -111,7 +113,8 @@ def write(name: str, rows: list[dict[str, Any]], text: str, where: dict[str, Any
     """Write the results as JSON and as a table, with the machine and versions (default: this machine)."""
     RESULTS.mkdir(exist_ok=True)
     where = where or machine()
-    (RESULTS / f"{name}.json").write_text(json.dumps({"machine": where, "rows": rows}, indent=1) + "\n")
+    content = json.dumps({"machine": where, "rows": rows}, indent=1).replace(f'"{SHARED}/', '"shared/')
+    (RESULTS / f"{name}.json").write_text(content + "\n")
     facts = ", ".join(f"{key} {value}" for key, value in where.items() if value is not None)
     (RESULTS / f"{name}.md").write_text(f"{text.strip()}\n\nMachine: {facts}.\n")
     print(text)

@@ -173,3 +173,9 @@ def test_the_readme_names_every_method_and_family() -> None:
 def test_links_resolve(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
         assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_results_name_no_folder_of_a_machine() -> None:
+    results = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    assert results
+    assert [path.name for path in results if re.search(r'"/[^"/]+/', path.read_text())] == []

@@ -361,7 +361,7 @@ def test_nothing_leaks_over_500_conversations() -> None:
             left += 1
         engine.step()
         check(engine)
-        for client in [client for client, request in running.items() if request.state.value == "ended"]:
+        for client in [client for client, request in running.items() if request.state.value == "finished"]:
             request = running.pop(client)
             texts[client] = [*request.tokens, *(rng.randrange(3, 99) for _ in range(3))]
             if request.reason == "abort" or len(texts[client]) > 100 or rng.random() < 0.3:

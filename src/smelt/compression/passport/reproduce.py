@@ -18,7 +18,8 @@ from smelt.compression.passport.check import (
     recorded_threads,
 )
 from smelt.compression.passport.document import NOT_REPRODUCIBLE, PASSPORT, Passport
-from smelt.compression.recipe.data_facts import described_data
+from smelt.compression.passport.origin import describe_data
+from smelt.compression.recipe.inputs import evaluation_data, needs_data, split, usable_data
 from smelt.compression.recipe.recipe import Recipe
 from smelt.compression.recipe.run import compress
 from smelt.errors import DataError, ModelError, RecipeError
@@ -97,7 +98,10 @@ def _check_source(source: str, passport: Passport, progress: Progress) -> None:
 
 
 def _check_data(source: str, recipe: Recipe, passport: Passport) -> None:
-    here = described_data(recipe, Model(skeleton(source)))
+    model = Model(skeleton(source))
+    data, held_out = split(recipe, usable_data(recipe, model)) if needs_data(recipe) else (None, None)
+    evaluation = evaluation_data(recipe, held_out, model)
+    here = {"calibration": describe_data(data), "evaluation": describe_data(evaluation)}
     for part, option in (("calibration", "--data"), ("evaluation", "--eval-data")):
         recorded, actual = passport.data.get(part), here[part]
         if isinstance(recorded, dict) and actual is not None and recorded.get("sha256") != actual["sha256"]:

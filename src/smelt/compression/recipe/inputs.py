@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import astuple, is_dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
@@ -151,30 +150,6 @@ def fingerprint(batches: Sequence[Batch]) -> str:
             digest.update(name.encode())
             digest.update(batch[name].contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def data_fingerprint(data: Data) -> str:
-    """Return a short hash of the content of loaded data, whatever file it came from."""
-    digest = hashlib.sha256(type(data).__name__.encode())
-    for name, value in vars(data).items():
-        if name != "name":
-            digest.update(name.encode())
-            _update(digest, value)
-    return digest.hexdigest()[:16]
-
-
-def _update(digest: hashlib._Hash, value: Any) -> None:
-    if isinstance(value, np.ndarray):
-        digest.update(f"{value.dtype}{value.shape}".encode())
-        digest.update(np.ascontiguousarray(value).tobytes())
-    elif isinstance(value, tuple):
-        digest.update(f"({len(value)}".encode())
-        for entry in value:
-            _update(digest, entry)
-    elif is_dataclass(value):
-        _update(digest, astuple(value))  # type: ignore[arg-type]
-    else:
-        digest.update(repr(value).encode(errors="backslashreplace"))
 
 
 def _check_context(settings: CalibrationSettings, model: Model) -> None:

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from smelt.compression.base import Method, MethodContext
 from smelt.compression.passport.issue import PassportBuilder
+from smelt.compression.passport.origin import describe_data
 from smelt.compression.recipe.batch import resolve_batch_size
 from smelt.compression.recipe.inputs import (
     calibration_batches,
     calibration_data,
     check_data,
-    data_fingerprint,
     evaluation_data,
     fingerprint,
     needs_data,
@@ -158,11 +158,7 @@ class _Run:
 
     def fingerprints(self, weights: dict[str, str], batches: list[Batch], evaluation: Data | None) -> dict[str, Any]:
         """Return the fingerprints of all inputs, for the manifest of the run."""
-        return {
-            "weights": weights,
-            "calibration": fingerprint(batches),
-            "evaluation": None if evaluation is None else data_fingerprint(evaluation),
-        }
+        return {"weights": weights, "calibration": fingerprint(batches), "evaluation": describe_data(evaluation)}
 
     def stop_early(self) -> None:
         """Keep what a corrected recipe can use; without a finished step, resuming would only fail again."""
