@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -53,11 +54,21 @@ def _worker(
 ) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    store = f"file://{Path(folder) / 'store'}"
-    distributed.init_process_group(backend, store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
     try:
-        end.send((work(*arguments), ""))
+        _join_group(size, folder, backend, rank)
+        outcome = (work(*arguments), "")
     except Exception as error:
-        end.send((None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        outcome = (None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+    try:  # `end.send` would pass tensors as handles, which nobody can open once this process has ended
+        end.send_bytes(pickle.dumps(outcome))
     finally:
-        distributed.destroy_process_group()
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+def _join_group(size: int, folder: str, backend: str, rank: int) -> None:
+    """Return once every rank is connected: one whose peer ends before that fails to connect."""
+    store = distributed.FileStore(str(Path(folder) / "store"), size)
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
+    store.set(f"connected {rank}", "")
+    store.wait([f"connected {peer}" for peer in range(size)], GROUP_TIMEOUT)

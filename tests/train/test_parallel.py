@@ -1,0 +1,37 @@
+"""The helper that starts ranks: what a rank returns outlives its process."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tests.train.parallel import run
+from tests.train.synthetic import rank
+
+
+def is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def hold_up_the_other_result(folder: Path) -> Tensor:
+    """Results are read in the order of ranks: rank 0 returns only after the process of rank 1 has ended."""
+    written = folder / "process"
+    if rank() == 1:
+        (folder / "partial").write_text(str(os.getpid()))
+        (folder / "partial").rename(written)
+    while rank() == 0 and (not written.exists() or is_running(int(written.read_text()))):
+        time.sleep(0.01)
+    return torch.full((3,), rank())
+
+
+def test_tensors_of_a_rank_that_has_ended_can_be_read(tmp_path: Path) -> None:
+    first, second = run(2, hold_up_the_other_result, tmp_path)
+    assert first.tolist() == [0] * 3 and second.tolist() == [1] * 3
