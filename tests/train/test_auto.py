@@ -139,7 +139,7 @@ def test_ddp_is_left_alone_with_a_warning_where_nothing_gains() -> None:
     assert auto[0]["steps"] == 10 and auto[0]["bytes"] == 4 * len(plain["weights"])
 
 
-def with_a_bad_step() -> tuple[int, list[str]]:
+def with_a_bad_step() -> tuple[int, list[str], list[bool]]:
     """Without DDP: several buckets, loss scaling, and nonfinite gradients at the step that measures."""
     simulate_link()
     model = network(900)
@@ -162,14 +162,16 @@ def with_a_bad_step() -> tuple[int, list[str]]:
         if compression.decided and decided < 0:
             decided = number
     assert compression.decision is not None and torch.tensor(flat(model)).isfinite().all()
-    return decided, compression.decision.to_json()["choices"]
+    compressed = [2 * reducer.traffic.bytes < 4 * reducer.layout.numel for reducer in compression.reducers]
+    return decided, compression.decision.to_json()["choices"], compressed
 
 
 def test_each_bucket_has_its_own_method_and_a_skipped_step_is_not_measured() -> None:
     first, second = run(2, with_a_bad_step)
     assert first == second
-    decided, choices = first
+    decided, choices, compressed = first
     assert decided == LOOK + 1
+    assert compressed == [choice == "micro" for choice in choices]
     assert set(choices) == {"dense", "micro"} and choices.count("micro") == 1  # only the large matrix gains
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-import smelt.train.gradients.autotune.link
-import smelt.train.gradients.comm
 from smelt.errors import ConfigError
 from smelt.train.gradients.autotune.auto import Auto, AutoCompression
 from smelt.train.gradients.checkpoint import load, save
@@ -31,6 +28,7 @@ from smelt.train.gradients.ddp import compress_gradients
 from smelt.train.gradients.hsdp import compress_hsdp
 from smelt.train.gradients.settings import CompressionSettings
 from tests.train.parallel import GROUP_TIMEOUT, outcomes, run
+from tests.train.simulated_link import simulate_link
 from tests.train.synthetic import every_compressor, make_gradient, make_layout, rank
 from tests.train.test_ddp import Net, make_data
 
@@ -243,23 +241,8 @@ def test_residuals_of_unused_parameters_stay_pending() -> None:
     assert all(same for _, same in results)
 
 
-def slow_between_nodes() -> None:
-    """Limit the rest of this process to 2 MB per second, except inside a node."""
-    module: Any = smelt.train.gradients.comm
-    for place, name in ((distributed, "all_reduce"), (module, "_all_gather"), (distributed, "all_to_all_single")):
-        real = getattr(place, name)
-
-        def slowed(tensor: Tensor, *arguments: Any, real: Any = real, group: Any = None, **options: Any) -> Any:
-            nodes = {other // 2 for other in distributed.get_process_group_ranks(group)}
-            time.sleep(tensor.numel() * tensor.element_size() / 2e6 if len(nodes) > 1 else 0)
-            return real(tensor, *arguments, group=group, **options)
-
-        setattr(place, name, slowed)
-
-
 def by_itself() -> tuple[Any, Any, int, int]:
-    slow_between_nodes()
-    smelt.train.gradients.autotune.link._SIZES = (2**10, 2**13, 2**16)  # larger trials only take longer
+    simulate_link(bandwidth=2e6, ranks_per_node=2)
     torch.manual_seed(1)
     model = DistributedDataParallel(torch.nn.Linear(500, 200))
     compression = compress_gradients(

@@ -18,7 +18,7 @@ from smelt.train.gradients.compressors import ExDyna, TopK
 from smelt.train.gradients.hsdp import AutoHSDPCompression, HSDPCompression, compress_hsdp
 from smelt.train.gradients.settings import CompressionSettings
 from tests.train.parallel import outcomes, run
-from tests.train.simulated_link import simulate_link
+from tests.train.simulated_link import BANDWIDTH, simulate_link
 from tests.train.synthetic import rank
 from tests.train.test_ddp import Net, make_data
 
@@ -89,9 +89,12 @@ def test_replicas_stay_equal_and_resume_bit_identically(tmp_path: Path) -> None:
     assert len(list((tmp_path / "state").glob("*.safetensors"))) == 4
 
 
-def chosen_by_auto() -> tuple[list[str], Any, list[int]]:
-    """Return auto's choices on a slow link for a large unit, a small one and the rest, and bytes before and after."""
-    simulate_link()
+def chosen_by_auto() -> tuple[list[str], Any, list[list[int]]]:
+    """Return auto's choices for a large unit, a small one and the rest, and the bytes of each before and after.
+
+    Only the second shard has a slow link; the first one, by itself, would send everything.
+    """
+    simulate_link(bandwidth=BANDWIDTH if rank() % 2 else 1000 * BANDWIDTH)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     model = torch.nn.Sequential(torch.nn.Linear(6, 900), torch.nn.Linear(900, 900), torch.nn.Linear(900, 3))
     for layer in (model[1], model[2]):
@@ -106,20 +109,21 @@ def chosen_by_auto() -> tuple[list[str], Any, list[int]]:
         model(inputs).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        sent.append(replicas.traffic.bytes)
+        sent.append([reducer.traffic.bytes for reducer in replicas.reducers])
     assert replicas.decision is not None and replicas.num_steps == auto.steps + 4
     weights = torch.cat([parameter.detach().full_tensor().flatten() for parameter in model.parameters()]).numpy()
-    choices = dict(
-        zip((layout.slices[0].name for layout in replicas.layouts), replicas.decision.to_json()["choices"], strict=True)
-    )
-    return [choices[name] for name in ("1", "2", "root")], weights, [sent[0], sent[-1]]
+    names = [layout.slices[0].name for layout in replicas.layouts]
+    order = [names.index(name) for name in ("1", "2", "root")]
+    choices = replicas.decision.to_json()["choices"]
+    return [choices[unit] for unit in order], weights, [[sent[step][unit] for step in (0, -1)] for unit in order]
 
 
 def test_auto_chooses_a_method_for_each_unit_and_all_shards_agree() -> None:
     results = run(4, chosen_by_auto)
-    for choices, weights, (before, after) in results:
+    for choices, weights, ((before, after), *others) in results:
         assert choices == ["micro", "dense", "dense"]  # only the large matrix gains
         assert after < 0.2 * before
+        assert all(before == after for before, after in others)
         assert (weights == results[0][1]).all()
 
 
