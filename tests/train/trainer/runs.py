@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import os
-import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as distributed
 import yaml
 
 from smelt.config import parse
@@ -122,11 +122,10 @@ def run_command(
     workers: int, words: list[str], folder: Path, command: Callable[[list[str]], None] = main
 ) -> list[tuple[int, str]]:
     """Return the exit code and stderr of each rank of a command, started in `folder` as torchrun starts it."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives every rank
     outputs = [folder / f"said-{rank}.txt" for rank in range(workers)]
     environments = [
-        {} if workers == 1 else {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "MASTER_PORT": port}
+        {} if workers == 1 else {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "MASTER_PORT": store.port}
         for rank in range(workers)
     ]
     processes = [
@@ -136,14 +135,17 @@ def run_command(
     for process in processes:
         process.start()
     for process in processes:
-        process.join(100)
-    return [(process.exitcode or 0, output.read_text()) for process, output in zip(processes, outputs, strict=True)]
+        process.join(parallel._PATIENCE)
+    codes = [process.exitcode for process in processes]
+    assert None not in codes, "a rank did not end"
+    return [(code or 0, output.read_text()) for code, output in zip(codes, outputs, strict=True)]
 
 
 def _command(
     command: Callable[[list[str]], None], words: list[str], environment: dict[str, int], output: Path, folder: Path
 ) -> None:
     os.environ.update({key: str(value) for key, value in environment.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store of the process that started the ranks
     os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     os.chdir(folder)
     torch.set_num_threads(1)

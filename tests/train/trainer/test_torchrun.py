@@ -13,6 +13,7 @@ from smelt.train.trainer.run_folder import RunFolder
 from tests.train.trainer.runs import language, run_command, write_config
 
 START = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "smelt.train"]
+PATIENCE = 300  # seconds; a loaded machine is slow
 
 
 def children(process: int) -> list[int]:
@@ -39,17 +40,17 @@ def test_a_killed_worker_fails_the_run_with_one_sentence_and_resume_continues(tm
         evaluate={"samples": 4},
         checkpoint={"every": 5, "keep": 2},
         schedule={"name": "constant"},
+        timeout=1000.0,  # longer than this test waits: the other rank must notice by itself
     )
     call = [*START, str(write_config(tmp_path / "long.yaml", content)), "--out", str(out)]
     with subprocess.Popen(call, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as run:
-        until = time.monotonic() + 100
-        while not (folder.checkpoints / "step-10").is_dir() and time.monotonic() < until:
+        until = time.monotonic() + PATIENCE
+        while not (folder.checkpoints / "step-10").is_dir():
             assert run.poll() is None
+            assert time.monotonic() < until, "the run does not come so far"
             time.sleep(0.02)
         os.kill(worker_of(run.pid, 1), signal.SIGKILL)
-        killed = time.monotonic()
-        _, stderr = run.communicate(timeout=60)
-        assert time.monotonic() - killed < 40
+        _, stderr = run.communicate(timeout=PATIENCE)
     assert run.returncode != 0
     sentences = [line for line in stderr.splitlines() if line.startswith("smelt: ")]
     assert len(sentences) == 1, stderr  # the other rank's error, without a traceback
