@@ -105,6 +105,7 @@ class QuantizedLinear(nn.Module):
         self.round_inputs: Callable[[Tensor], Tensor] | None = None  # overrides the input format of the scheme
         self._selected: _SelectedKernel | None = None
         self._dequantized: Tensor | None = None
+        self._moved: tuple[Callable[[Tensor], Tensor], slice] | None = None
 
     @classmethod
     def from_quantized(
@@ -185,8 +186,25 @@ class QuantizedLinear(nn.Module):
             self.scheme.weight.bits_per_value(self.in_features, self.out_features) + 8 * factor_dtype.itemsize * factors
         )
 
+    def move_weights(self, product: Callable[[Tensor], Tensor], rows: slice) -> None:
+        """Free the packed tensors: from now on `product`, which has them in another layout, computes the outputs.
+
+        `rows` are those of this layer among the outputs of `product`, which takes inputs [batch, in].
+        """
+        for name in ("codes", *QPARAM_NAMES):
+            if (buffer := self._buffers.get(name)) is not None:
+                setattr(self, name, torch.empty(0, device=buffer.device))
+        self._selected, self._moved = None, (product, rows)
+
+    @property
+    def moved(self) -> bool:
+        """Whether another object holds the weights."""
+        return self._moved is not None
+
     @property
     def packed(self) -> PackedMatrix:
+        if self.moved:
+            raise ModelError("an engine has rearranged the weights of this layer; load the model again.")
         tensors = {name: getattr(self, name) for name in ("codes", *QPARAM_NAMES) if hasattr(self, name)}
         return PackedMatrix(self.scheme.weight, self.out_features, self.in_features, tensors)
 
@@ -210,7 +228,11 @@ class QuantizedLinear(nn.Module):
         if self.scheme.hadamard:
             x = hadamard_transform(x)
         rounded = x if self.round_inputs is None else self.round_inputs(x)
-        if self._dequantized is not None:
+        if self._moved is not None:
+            product, rows = self._moved
+            y = product(rounded.reshape(-1, self.in_features))[:, rows].reshape(*x.shape[:-1], self.out_features)
+            y = y if self.bias is None else y + self.bias
+        elif self._dequantized is not None:
             y = F.linear(
                 rounded if self.inputs is None else self.inputs.fake_quantize(rounded), self._dequantized, self.bias
             )

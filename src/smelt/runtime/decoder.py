@@ -147,7 +147,7 @@ def merge_linears(layers: Sequence[nn.Module]) -> nn.Module | None:
 
 def _merge_quantized(layers: list[QuantizedLinear]) -> QuantizedLinear | None:
     first = layers[0]
-    mergeable = all(layer.scheme == first.scheme and layer.bias is None for layer in layers)
+    mergeable = all(layer.scheme == first.scheme and layer.bias is None and not layer.moved for layer in layers)
     if (
         not mergeable
         or first.scheme.static

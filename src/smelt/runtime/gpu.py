@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smelt.kernels.dispatch import forced_backend
 from smelt.kernels.gpu.fused_ops import add_rms_norm, silu_and_mul
+from smelt.kernels.gpu.hopper_linear import HopperLinear
 from smelt.kernels.gpu.rope import RotaryParams
 from smelt.kernels.gpu.vector import fused_gemv
+from smelt.models.quantized import QuantizedLinear
 from smelt.runtime.decoder import Attention, Decoder, FeedForward, Norm, merge_linears
 
 # Queries, keys and values of all heads [tokens, heads * head_dim], before RoPE -> [tokens, heads * head_dim]
@@ -28,12 +31,13 @@ class FusedNetwork:
         self.decoder = network
         heads = max(part.num_kv_heads for part in network.parts if isinstance(part, Attention))
         self.split_counter = torch.zeros(max_num_seqs * heads, dtype=torch.int32, device=network.embedding.device)
+        dtype = network.embedding.dtype
         self._input_projections = [
-            _FusedLinear(part.qkv_projections if isinstance(part, Attention) else (part.gate, part.up))
+            _FusedLinear(part.qkv_projections if isinstance(part, Attention) else (part.gate, part.up), dtype)
             for part in network.parts
         ]
-        self._output_projections = [_FusedLinear([part.output]) for part in network.parts]
-        self._lm_head = _FusedLinear([network.lm_head])
+        self._output_projections = [_FusedLinear([part.output], dtype) for part in network.parts]
+        self._lm_head = _FusedLinear([network.lm_head], dtype)
 
     def hidden(self, hidden: Tensor, attend: Attend) -> Tensor:  # [tokens, width] -> the same
         """Run all layers in place and return the hidden states before the final norm."""
@@ -61,8 +65,9 @@ class FusedNetwork:
 class _FusedLinear:
     """Layers that share an input, merged into one GEMM if possible, with the operations fused before and after it."""
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        merged = layers[0] if len(layers) == 1 else merge_linears(layers)
+    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
+        self.product = _move_to_hopper(layers, dtype)
+        merged = layers[0] if len(layers) == 1 else None if self.product is not None else merge_linears(layers)
         self.layers = list(layers) if merged is None else [merged]
         self.plain = merged is not None and type(merged) is nn.Linear
 
@@ -86,12 +91,38 @@ class _FusedLinear:
         return self(x)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.product is not None:
+            return self.product(x, self.layers[0].bias)  # type: ignore[arg-type]
         outputs = [layer(x) for layer in self.layers]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     def _gemv(self, x: Tensor, **fused: Any) -> Tensor:
         layer: Any = self.layers[0]
         return fused_gemv(x, layer.weight, layer.bias, **fused)
+
+
+def _move_to_hopper(layers: Sequence[nn.Module], dtype: torch.dtype) -> HopperLinear | None:
+    """Rearrange the weights of quantized layers for Hopper's kernels, if this is such a GPU; the layers share them."""
+    quantized = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
+    if len(quantized) < len(layers) or not all(_is_plain(layer, quantized[0]) for layer in quantized):
+        return None
+    separate = quantized[0].scheme.static or any(layer.bias is not None for layer in quantized)
+    if forced_backend() is not None or (separate and len(quantized) > 1):
+        return None
+    product = HopperLinear.prepare([layer.packed for layer in quantized], quantized[0].inputs, dtype)
+    if product is None:
+        return None
+    start = 0
+    for layer in quantized:
+        layer.move_weights(product, slice(start, start + layer.out_features))
+        start += layer.out_features
+    return product
+
+
+def _is_plain(layer: QuantizedLinear, first: QuantizedLinear) -> bool:
+    scheme = layer.scheme
+    extras = scheme.rank or scheme.hadamard or layer.round_inputs is not None
+    return not layer.moved and scheme == first.scheme and not extras
 
 
 def _add_residual(hidden: Tensor, residual: Tensor | None) -> Tensor:

@@ -59,10 +59,9 @@ class EightBit(LinearKernel):
         self, x: Tensor, packed: PackedMatrix, inputs: ActivationQuant | None, bias: Tensor | None, prepared: Any
     ) -> Tensor:
         assert inputs is not None
-        amax_code = _amax_code(inputs)
         y = eight_bit(
-            x.reshape(-1, packed.columns), bias, inputs.scale, inputs.clip_ratio, amax_code, inputs.format.scale_dtype,
-            *prepared.arguments(),
+            x.reshape(-1, packed.columns), bias, inputs.scale, inputs.clip_ratio, amax_code(inputs),
+            inputs.format.scale_dtype, *prepared.arguments(),
         )  # fmt: skip
         return y.reshape(*x.shape[:-1], packed.rows)
 
@@ -84,7 +83,7 @@ def _has_supported_scales(inputs: ActivationQuant) -> bool:
     return type(number_format) is Scaled and number_format.elements == E4M3
 
 
-def _amax_code(inputs: ActivationQuant) -> float:
+def amax_code(inputs: ActivationQuant) -> float:
     """Return the code magnitude that the largest magnitude of a row maps to."""
     if isinstance(inputs.format, Integer):
         return inputs.format.qmax / 2 if inputs.format.full_range else inputs.format.qmax // 2

@@ -1,0 +1,465 @@
+"""Products with packed matrices on Hopper GPUs: the shuffled layout of the weights, tile sizes and launches.
+
+`shuffle` turns a packed matrix into tiles of 64 rows x 128 columns, once, at load: the codes in the order in which
+wgmma takes its left operand from registers, then scales and zero points (see source/hopper_tiles.cuh). The size stays
+the same up to padding, and what is stored on disk does not change.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from smelt.kernels.gpu.matrix import Matrix
+from smelt.kernels.gpu.nvrtc import CudaKernel, compile_to_cubin, tensor_map
+from smelt.numerics.packing import pack, unpack
+
+HALF, E4M3 = (torch.bfloat16, torch.float16), torch.float8_e4m3fn
+TILE_ROWS, TILE_K = 64, 128
+TILE_N = (8, 16, 32, 64, 128)  # rows of x per block
+_SHARED_BYTES = 227 * 1024
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the kernel must know of the weights: everything that is compiled into it."""
+
+    element: str  # int, e2m1 or e4m3
+    bits: int
+    operands: str  # dtype of both operands of wgmma: bfloat16, float16, int8 or float8_e4m3fn
+    groups: int = 0  # scales (or zero points) of a row per tile; 0 if there are none in the tiles
+    scale_dtype: str = ""  # of scales in the tiles: float16, bfloat16, float32, e4m3, e8m0; empty for per-row scales
+    zeros: bool = False  # zero points are in the tiles
+    default_zero: int = 0
+
+    @property
+    def scale_bytes(self) -> int:
+        return {"": 0, "float32": 4, "e4m3": 1, "e8m0": 1}.get(self.scale_dtype, 2)
+
+    @property
+    def code_bytes(self) -> int:
+        return TILE_ROWS * TILE_K * self.bits // 8
+
+    @property
+    def tile_bytes(self) -> int:
+        size = self.code_bytes + TILE_ROWS * self.groups * (self.scale_bytes + self.zeros)
+        return -(-size // 128) * 128
+
+    @property
+    def grouped(self) -> bool:
+        """Whether groups have scales that are not applied to single elements."""
+        return self.element != "e2m1" and self.scale_dtype != ""
+
+    @property
+    def operand_bytes(self) -> int:
+        return 2 if self.operands in ("bfloat16", "float16") else 1
+
+
+@dataclass(frozen=True)
+class ShuffledMatrix:
+    """Weights in the layout of the kernel."""
+
+    layout: Layout
+    tiles: Tensor  # uint8 [row tiles, column tiles, tile_bytes]
+    row_scale: Tensor | None  # float32 [rows]
+    factor: float  # of all results
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class Config:
+    """The tiles of a launch."""
+
+    tile_n: int  # rows of x
+    row_tiles: int  # tiles of weight rows
+    m_tiles: int  # of them, tiles of one warpgroup
+    k_tiles: int  # tiles of columns in a step
+    k_groups: int  # teams of warpgroups that take turns over the columns
+    stages: int  # copies in flight
+    split_k: int  # blocks of a cluster, each with a part of the columns
+    flush: bool = True  # apply scales of integer groups to sums rather than to weights
+    mma: bool = False  # products of single warps, for few rows of x
+
+    def threads(self) -> int:
+        warpgroups = self.row_tiles // self.m_tiles * self.k_groups
+        return 128 * warpgroups + (128 if warpgroups == 2 and self.tile_n == 128 else 32)
+
+    def shared_bytes(self, layout: Layout) -> int:
+        stage = self.k_tiles * (self.tile_n * TILE_K * layout.operand_bytes + self.row_tiles * layout.tile_bytes)
+        return max(self.stages * stage + 16 * self.stages, self.k_groups * self.tile_n * (64 * self.row_tiles + 4) * 4)
+
+
+@dataclass(frozen=True)
+class GemvConfig:
+    """The tiles of a GEMV; see Config."""
+
+    k_tiles: int
+    k_groups: int
+    stages: int
+    split_k: int
+
+    def shared_bytes(self, layout: Layout, k_tiles: int) -> int:
+        tiles = -(-k_tiles // (self.k_tiles * self.split_k)) * self.k_tiles
+        x = 2 * (tiles * TILE_K + 16) + 20 * tiles
+        return max(self.stages * (self.k_tiles * layout.tile_bytes + 16) + x, self.k_groups * 256)
+
+
+def layout_of(matrix: Matrix, operands: torch.dtype) -> Layout | None:
+    """Return the layout of a matrix for operands of a dtype; None if the kernel does not support it."""
+    name = str(operands).removeprefix("torch.")
+    grouped = matrix.group_size > 0
+    if matrix.columns * operands.itemsize % 128:  # x is copied in panels of 128 bytes
+        return None
+    if matrix.negative is not None or (grouped and (TILE_K % matrix.group_size and matrix.group_size % TILE_K)):
+        return None
+    groups = max(TILE_K // matrix.group_size, 1) if grouped else 0
+    scale_dtype = str(matrix.scale.dtype).removeprefix("torch.") if grouped else ""
+    if matrix.element == "int" and matrix.table is None:
+        if groups > 4 or (matrix.zero is not None and matrix.zero.dtype != torch.uint8):
+            return None
+        if operands == torch.int8:
+            if matrix.bits not in (4, 8) or matrix.zero is not None:
+                return None
+            return Layout("int", matrix.bits, name, groups, scale_dtype)
+        if operands not in HALF or matrix.bits not in (2, 3, 4, 8):
+            return None
+        zeros = matrix.zero is not None
+        return Layout("int", matrix.bits, name, max(groups, int(zeros)), scale_dtype, zeros, matrix.default_zero)
+    if matrix.element == "e2m1" and operands in HALF and matrix.scale_dtype in ("e4m3", "e8m0"):
+        if groups not in (4, 8) or (operands == torch.float16 and matrix.scale_dtype == "e8m0"):
+            return None
+        return Layout("e2m1", 4, name, groups, matrix.scale_dtype)
+    if matrix.element == "table" and matrix.bits == 8 and operands == E4M3 and matrix.scale_dtype == "float":
+        return Layout("e4m3", 8, name, groups, scale_dtype) if groups <= 1 else None
+    return None
+
+
+def shuffle(matrix: Matrix, layout: Layout) -> ShuffledMatrix:
+    """Rearrange a packed matrix for the kernel."""
+    codes = unpack(matrix.codes, matrix.bits, matrix.columns)
+    fill = matrix.default_zero if layout.operands in ("bfloat16", "float16") else 128 if layout.element == "int" else 0
+    if layout.operands == "int8":
+        codes = codes ^ (1 << (layout.bits - 1)) if matrix.default_zero == 1 << (layout.bits - 1) else codes
+        fill = 0
+    padding = (0, -matrix.columns % TILE_K, 0, -matrix.rows % TILE_ROWS)
+    padded = torch.nn.functional.pad(codes, padding, value=fill)
+    tiles = padded.unflatten(0, (-1, TILE_ROWS)).unflatten(2, (-1, TILE_K)).transpose(1, 2)  # [tiles, k tiles, 64, 128]
+    parts = [_fragment_bytes(tiles.flatten(0, 1), layout)]
+    row_tiles, k_tiles = tiles.shape[:2]
+    if layout.scale_dtype:
+        scale = _tile_parameters(matrix.scale, matrix, layout, row_tiles, k_tiles, 0)
+        parts.append(scale.transpose(1, 2) if layout.element == "e2m1" else scale)
+    if layout.zeros:
+        assert matrix.zero is not None
+        parts.append(_tile_parameters(matrix.zero, matrix, layout, row_tiles, k_tiles, matrix.default_zero))
+    flat = torch.cat([part.contiguous().flatten(1).view(torch.uint8) for part in parts], dim=1)
+    flat = torch.nn.functional.pad(flat, (0, layout.tile_bytes - flat.shape[1]))
+    row_scale = None
+    if not layout.scale_dtype:
+        row_scale = matrix.scale.float().reshape(-1).expand(matrix.rows).contiguous()
+    factor = 1.0 if matrix.tensor is None else 1.0 / float(matrix.tensor)
+    if layout.operands == "int8" and layout.bits == 4:
+        factor /= 16.0  # codes are multiplied in the high half of a byte
+    return ShuffledMatrix(layout, flat.reshape(row_tiles, k_tiles, -1), row_scale, factor, matrix.rows, matrix.columns)
+
+
+def concatenate(parts: Sequence[ShuffledMatrix]) -> ShuffledMatrix | None:
+    """Stack the rows of matrices with the same layout and columns; None if a tile would have rows of two matrices."""
+    first = parts[0]
+    if any(part.rows % TILE_ROWS for part in parts[:-1]):
+        return None
+    row_scale, factor = first.row_scale, first.factor
+    if row_scale is not None or any(part.factor != factor for part in parts):
+        factor = 1.0
+        row_scale = torch.cat([part.factor * _row_scale(part) for part in parts])
+    rows = sum(part.rows for part in parts)
+    return replace(
+        first, tiles=torch.cat([part.tiles for part in parts]), row_scale=row_scale, factor=factor, rows=rows
+    )
+
+
+def _row_scale(part: ShuffledMatrix) -> Tensor:
+    return torch.ones(part.rows, device=part.tiles.device) if part.row_scale is None else part.row_scale
+
+
+def _tile_parameters(
+    tensor: Tensor, matrix: Matrix, layout: Layout, row_tiles: int, k_tiles: int, fill: int
+) -> Tensor:  # [tiles, groups, 64]
+    """Arrange per-group parameters [rows, groups (, 1)] by tiles; a group wider than a tile is repeated."""
+    values = tensor.reshape(matrix.rows, -1)
+    if matrix.group_size == 0:
+        values = values.expand(matrix.rows, k_tiles)
+    elif matrix.group_size > TILE_K:
+        values = values.repeat_interleave(matrix.group_size // TILE_K, dim=1)[:, :k_tiles]
+    padding = (0, k_tiles * layout.groups - values.shape[1], 0, row_tiles * TILE_ROWS - matrix.rows)
+    padded = torch.nn.functional.pad(values, padding, value=fill)
+    return padded.reshape(row_tiles, TILE_ROWS, k_tiles, layout.groups).permute(0, 2, 3, 1).flatten(0, 1)
+
+
+def _fragment_bytes(codes: Tensor, layout: Layout) -> Tensor:
+    """Arrange codes [tiles, 64, 128] as wgmma fragments: bytes [tiles, code_bytes], 16 bytes of a thread at a time.
+
+    Thread t of a warpgroup has rows 16 * (t // 32) + t % 32 // 4 (+ 8), and in each step of the instruction, per
+    register, as many neighboring columns as fit into four bytes.
+    """
+    per_register = 4 // layout.operand_bytes  # 2 or 4 columns
+    # rows: warp 4, half 2, group 8; columns: step, half 2, quad 4, within a register
+    x = codes.reshape(-1, 4, 2, 8, TILE_K // (8 * per_register), 2, 4, per_register)
+    # -> tile, warp, group, quad (the thread), step, register (column half, row half), column in the register
+    x = x.permute(0, 1, 3, 6, 4, 5, 2, 7)
+    steps = x.shape[4]
+    x = x.reshape(-1, 128, steps, 4, per_register)
+    if layout.operand_bytes == 1:
+        if layout.bits == 8:
+            return _by_words(x.reshape(len(x), 128, -1), 16)
+        pairs = x.reshape(len(x), 128, steps, 2, 2, 4)  # registers 0, 1 share the bytes of a word: low half, high half
+        return _by_words((pairs[..., 0, :] | (pairs[..., 1, :] << 4)).reshape(len(x), 128, -1), 16)
+    if layout.bits == 8:  # bytes in order: registers 0, 0, 1, 1, 2, 2, 3, 3
+        return _by_words(x.reshape(len(x), 128, -1), 16)
+    if layout.bits == 3:
+        low = _planes(x & 3, 2)
+        high = _planes(x >> 2, 1)
+        return torch.cat([_by_words(low, 16), _by_words(high, 8)], dim=1)
+    return _by_words(_planes(x, layout.bits), 16)
+
+
+def _planes(x: Tensor, bits: int) -> Tensor:
+    """Pack codes [tiles, 128, steps, register, 2] into 32-bit words: the first of each pair in the low half."""
+    per_word = 4 * (4 // bits)  # pairs of a word: steps x registers
+    pairs = x.reshape(len(x), 128, -1, per_word, 2)
+    halves = pack(pairs.transpose(-1, -2).contiguous(), bits)  # [..., 2, bytes of a half]
+    return halves.flatten(2)
+
+
+def _by_words(x: Tensor, size: int) -> Tensor:
+    """Interleave the bytes [tiles, 128, bytes] of threads, `size` at a time, so that a warp reads neighbors."""
+    return x.reshape(len(x), 128, -1, size).transpose(1, 2).reshape(len(x), -1)
+
+
+def gemm(
+    x: Tensor, weights: ShuffledMatrix, bias: Tensor | None = None, x_scale: Tensor | None = None,
+    dtype: torch.dtype | None = None, config: Config | None = None,
+) -> Tensor:  # fmt: skip
+    """Multiply x [batch, columns] of the operands' dtype -> [batch, rows] in `dtype`; x_scale is per row of x."""
+    batch = x.shape[0]
+    dtype = dtype or x.dtype
+    y = torch.empty(batch, weights.rows, dtype=dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    config = config or choose_config(batch, weights, _num_sms(x.device))
+    layout = weights.layout
+    kernel = load_kernel(layout, config, dtype, x.device)
+    row_tiles = -(-weights.rows // (TILE_ROWS * config.row_tiles))
+    panels = config.k_tiles * TILE_K * layout.operand_bytes // 128
+    arguments = (
+        tensor_map(x, config.tile_n, panels), _pointer(weights.tiles), _pointer(weights.row_scale), _pointer(x_scale),
+        _pointer(bias), _pointer(y), ctypes.c_float(weights.factor), ctypes.c_int(batch), ctypes.c_int(weights.rows),
+        ctypes.c_int(weights.tiles.shape[1]),
+    )  # fmt: skip
+    grid = row_tiles, -(-batch // config.tile_n), config.split_k
+    cluster = (1, 1, config.split_k) if config.split_k > 1 else None
+    kernel.launch(grid, config.threads(), arguments, cluster=cluster)
+    return y
+
+
+def supports_gemv(layout: Layout) -> bool:
+    return layout.element == "int" and layout.operand_bytes == 2
+
+
+def gemv(x: Tensor, weights: ShuffledMatrix, bias: Tensor | None = None, config: GemvConfig | None = None) -> Tensor:
+    """Multiply x [1, columns] -> [1, rows]."""
+    layout, (row_tiles, k_tiles) = weights.layout, weights.tiles.shape[:2]
+    y = torch.empty(1, weights.rows, dtype=x.dtype, device=x.device)
+    config = config or choose_gemv_config(weights, _num_sms(x.device))
+    kernel = _load_gemv(layout, config, k_tiles, x.device)
+    arguments = (
+        _pointer(x), _pointer(weights.tiles), _pointer(weights.row_scale), _pointer(bias), _pointer(y),
+        ctypes.c_float(weights.factor), ctypes.c_int(weights.rows), ctypes.c_int(weights.columns),
+        ctypes.c_int(k_tiles),
+    )  # fmt: skip
+    cluster = (1, config.split_k, 1) if config.split_k > 1 else None
+    kernel.launch((row_tiles, config.split_k, 1), 128 * config.k_groups + 32, arguments, cluster=cluster)
+    return y
+
+
+@cache
+def _load_gemv(layout: Layout, config: GemvConfig, k_tiles: int, device: torch.device) -> CudaKernel:
+    cubin = compile_to_cubin(gemv_source(layout, config), "hopper_gemv", "sm_90a")
+    return CudaKernel.load(cubin, "hopper_gemv", device, config.shared_bytes(layout, k_tiles))
+
+
+def choose_gemv_config(weights: ShuffledMatrix, num_sms: int) -> GemvConfig:
+    """Return the tiles of a GEMV (tuned on an H200, benchmarks/gpu_gemm.py)."""
+    row_tiles, k_tiles = weights.tiles.shape[:2]
+    config = GemvConfig(2, 4, 12, 2 if row_tiles <= 0.75 * num_sms and k_tiles >= 16 else 1)
+    if row_tiles > 1.36 * num_sms:
+        config = GemvConfig(2, 3, 9, 1)
+    teams = config.k_groups
+    while config.stages > teams and config.shared_bytes(weights.layout, k_tiles) > _SHARED_BYTES:
+        config = replace(config, stages=config.stages - teams)
+    return config
+
+
+def dequantize(weights: ShuffledMatrix) -> Tensor:
+    """Dequantize to [rows, columns] in half precision; for 8-bit operands, return them, without scales."""
+    layout = weights.layout
+    dtype = getattr(torch, layout.operands)
+    out = torch.empty(weights.rows, weights.columns, dtype=dtype, device=weights.tiles.device)
+    arguments = (
+        _pointer(weights.tiles), _pointer(weights.row_scale), _pointer(out), ctypes.c_float(weights.factor),
+        ctypes.c_int(weights.rows), ctypes.c_int(weights.columns), ctypes.c_int(weights.tiles.shape[1]),
+    )  # fmt: skip
+    row_tiles, k_tiles = weights.tiles.shape[:2]
+    load_dequantize(layout, out.device).launch((k_tiles, row_tiles, 1), 128, arguments, cluster=None, dependent=False)
+    return out
+
+
+@cache
+def load_dequantize(layout: Layout, device: torch.device) -> CudaKernel:
+    cubin = compile_to_cubin(dequantize_source(layout), "hopper_dequantize", "sm_90a")
+    return CudaKernel.load(cubin, "hopper_dequantize", device)
+
+
+def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def choose_config(batch: int, weights: ShuffledMatrix, num_sms: int) -> Config:
+    """Return the tiles for a batch size (tuned on an H200, benchmarks/gpu_gemm.py).
+
+    A block has 64 weight rows as long as that fills the GPU at most once; beyond, fewer and larger blocks read x less
+    often. If even such blocks are too few, two share their columns.
+    """
+    layout, (row_tiles, k_tiles) = weights.layout, weights.tiles.shape[:2]
+    tile_n = next((size for size in TILE_N if size >= batch), TILE_N[-1])
+    blocks = row_tiles * -(-batch // tile_n)
+    split_k = 2 if blocks <= 0.6 * num_sms and k_tiles >= 16 else 1
+    many, very_many = blocks > 1.36 * num_sms, blocks > 3 * num_sms
+    limit = _SHARED_BYTES if tile_n >= 64 else _SHARED_BYTES // 2
+    if tile_n <= 32:
+        k_steps, teams = (2, 2) if many and tile_n < 32 else (1, 2) if many else (1, 4)
+        config = Config(tile_n, 1, 1, k_steps, teams, 16, split_k, mma=layout.element != "e4m3")
+    elif tile_n == 64:
+        config = Config(64, 1, 1, 1, 3, 9, split_k)
+        if many:
+            rows, m_tiles, teams = (4, 2, 1) if very_many else (2, 1, 2)
+            config = Config(64, rows, m_tiles, 1, teams, 8, 1, flush=False)
+    else:
+        config = Config(128, 1, 1, 1, 2, 8, split_k, flush=False)
+        if many:
+            rows, m_tiles = (4, 2) if very_many else (2, 1)
+            config = Config(128, rows, m_tiles, 1, 1, 8, 1, flush=False)
+    return fit_stages(config, layout, k_tiles, limit)
+
+
+def fit_stages(config: Config, layout: Layout, k_tiles: int, limit: int = _SHARED_BYTES) -> Config:
+    """Reduce the copies in flight to what shared memory holds and the columns need.
+
+    Every team has its own stages: waiting for one that another team has not left yet would end too early.
+    """
+    teams = config.k_groups
+    stages = min(config.stages, max(2, -(-k_tiles // (config.k_tiles * config.split_k)))) // teams * teams
+    while stages > 2 * teams and replace(config, stages=stages).shared_bytes(layout) > limit:
+        stages -= teams
+    return replace(config, stages=max(stages, teams))
+
+
+@cache
+def load_kernel(layout: Layout, config: Config, dtype: torch.dtype, device: torch.device) -> CudaKernel:
+    cubin = compile_to_cubin(kernel_source(layout, config, dtype), "hopper_gemm", "sm_90a")
+    return CudaKernel.load(cubin, "hopper_gemm", device, config.shared_bytes(layout))
+
+
+def kernel_source(layout: Layout, config: Config, dtype: torch.dtype) -> str:
+    """Return the source of the GEMM with its definitions; `dtype` is that of the results."""
+    flush = layout.grouped and (layout.operands == "int8" or config.flush)
+    integer = layout.operands == "int8"
+    tiles = {
+        "TILE_N": config.tile_n, "ROW_TILES": config.row_tiles, "M_TILES": config.m_tiles, "K_TILES": config.k_tiles,
+        "K_GROUPS": config.k_groups, "STAGES": config.stages, "SPLIT_K": config.split_k, "MMA": int(config.mma),
+        "FLUSH": int(flush), "FOLD": int(layout.grouped and not flush), "PART": "int" if integer else "float",
+        "SUM": "int" if integer and not flush else "float",
+    }  # fmt: skip
+    source = _read("hopper_gemm.cu").replace("@PRODUCTS@", _products(layout, config.tile_n))
+    return _source({**_definitions(layout, dtype), **tiles}, source)
+
+
+def gemv_source(layout: Layout, config: GemvConfig) -> str:
+    tiles = {
+        "K_TILES": config.k_tiles, "K_GROUPS": config.k_groups, "STAGES": config.stages,
+        "SPLIT_K": config.split_k, "FOLD": 0, "DEFAULT_ZERO": layout.default_zero,
+    }  # fmt: skip
+    return _source({**_definitions(layout, getattr(torch, layout.operands)), **tiles}, _read("hopper_gemv.cu"))
+
+
+def dequantize_source(layout: Layout) -> str:
+    element = "u8" if layout.operand_bytes == 1 else "u16"
+    dtype = torch.bfloat16 if layout.operand_bytes == 1 else getattr(torch, layout.operands)
+    return _source({**_definitions(layout, dtype), "FOLD": 0, "ELEMENT_TYPE": element}, _read("hopper_dequantize.cu"))
+
+
+def _definitions(layout: Layout, dtype: torch.dtype) -> dict[str, object]:
+    """Return what the tiles depend on; `dtype` is the half-precision type of operands or results."""
+    bf16 = (dtype if layout.operand_bytes == 1 else getattr(torch, layout.operands)) == torch.bfloat16
+    lift = 0x4300 if bf16 else 0x6400
+    zero = layout.default_zero
+    offset = 0x4B000000 | zero if layout.bits == 8 and bf16 else (lift | zero) * 0x10001
+    return {
+        "FORMAT_INT": 0, "FORMAT_E2M1": 1, "FORMAT_E4M3": 2, "FORMAT": f"FORMAT_{layout.element.upper()}",
+        "BITS": layout.bits, "X_BYTES": layout.operand_bytes, "GROUPS": layout.groups,
+        "GROUP_LOOPS": layout.groups if layout.grouped or layout.zeros else 1, "SCALE_BYTES": layout.scale_bytes,
+        "ZERO_BYTES": int(layout.zeros), "SCALE_IS_BF16": int(layout.scale_dtype == "bfloat16"),
+        "SCALE_E4M3": int(layout.scale_dtype == "e4m3"), "SCALES": "uint2" if layout.groups == 8 else "u32",
+        "ZERO_OFFSET": f"0x{offset:08X}u", "HALF_IS_BF16": int(bf16), "PAIR": '"bf16x2"' if bf16 else '"f16x2"',
+    }  # fmt: skip
+
+
+def _source(definitions: dict[str, object], kernel: str) -> str:
+    lines = [f"#define {name} {value}" for name, value in definitions.items()]
+    return "\n".join([*lines, _read("hopper_tiles.cuh"), kernel])
+
+
+@cache
+def _read(name: str) -> str:
+    return (Path(__file__).parent / "source" / name).read_text()
+
+
+def _products(layout: Layout, tile_n: int) -> str:
+    """Return the functions that add A (registers) times B to accumulators: of a warpgroup with B in shared memory, and
+    of a warp with B in registers."""
+    count = tile_n // 2
+    kinds = {
+        "bfloat16": ("k16", "f32.bf16.bf16", "p, 1, 1, 0", "float", "f"),
+        "float16": ("k16", "f32.f16.f16", "p, 1, 1, 0", "float", "f"),
+        "float8_e4m3fn": ("k32", "f32.e4m3.e4m3", "p, 1, 1", "float", "f"),
+        "int8": ("k32", "s32.s8.s8", "p", "int", "r"),
+    }
+    depth, types, flags, accumulator, constraint = kinds[layout.operands]
+    sums = ", ".join(f"%{i}" for i in range(count))
+    operands = ", ".join(f"%{count + i}" for i in range(4))
+    outputs = ", ".join(f'"+{constraint}"(sums[{i}])' for i in range(count))
+    registers = '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])'
+    four = ", ".join(f'"+{constraint}"(sums[{i}])' for i in range(4))
+    return (
+        f"__device__ __forceinline__ void wgmma({accumulator} (&sums)[{count}], const u32 (&a)[4], u64 b, int add) {{\n"
+        f'    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 5}, 0;\\n"\n'
+        f'        "wgmma.mma_async.sync.aligned.m64n{tile_n}{depth}.{types} {{{sums}}}, {{{operands}}}, %{count + 4}, '
+        f'{flags};\\n}}"\n'
+        f'        : {outputs} : {registers}, "l"(b), "r"(add));\n}}\n\n'
+        f"__device__ __forceinline__ void mma({accumulator}* sums, const u32 (&a)[4], const u32* b) {{\n"
+        f'    asm volatile("mma.sync.aligned.m16n8{depth}.row.col.{types}.{types[:3]} "\n'
+        f'        "{{%0, %1, %2, %3}}, {{%4, %5, %6, %7}}, {{%8, %9}}, {{%0, %1, %2, %3}};"\n'
+        f'        : {four} : {registers}, "r"(b[0]), "r"(b[1]));\n}}\n'
+    )
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

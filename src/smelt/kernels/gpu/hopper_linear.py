@@ -1,0 +1,99 @@
+"""Linear layers of the engine on Hopper GPUs: weights shuffled once, and the kernel for each batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from smelt.kernels.gpu import hopper, launch
+from smelt.kernels.gpu.linear import EightBit, WeightOnly, amax_code
+from smelt.kernels.gpu.matrix import Matrix, describe
+from smelt.kernels.gpu.nvrtc import CudaError
+from smelt.kernels.linear import ActivationQuant, PackedMatrix
+from smelt.numerics.integer import Integer
+
+GEMM_BATCH = 640  # largest batch with weights dequantized in registers; beyond, the matrix is dequantized first
+SCALED_MM_BATCH = 256  # largest batch of E4M3 inputs for our kernel; beyond, PyTorch's is faster
+HOPPER = (9, 0)
+
+
+@dataclass(frozen=True)
+class HopperLinear:
+    """A product with a packed matrix: half-precision inputs, or inputs that are quantized to int8 or E4M3."""
+
+    weights: hopper.ShuffledMatrix
+    inputs: ActivationQuant | None
+
+    @classmethod
+    def prepare(
+        cls, parts: Sequence[PackedMatrix], inputs: ActivationQuant | None, dtype: torch.dtype
+    ) -> HopperLinear | None:
+        """Shuffle the weights of layers with the same inputs into one matrix, in this order; None if this GPU or the
+        kernels do not support it."""
+        device = parts[0].device
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
+            return None
+        kernel = WeightOnly() if inputs is None else EightBit()
+        if not all(kernel.supports(part, inputs, dtype) for part in parts):
+            return None
+        operands = dtype if inputs is None else torch.int8 if isinstance(inputs.format, Integer) else hopper.E4M3
+        matrices = [describe(part) for part in parts]
+        layouts = {hopper.layout_of(matrix, operands) for matrix in matrices}
+        layout = layouts.pop()
+        if layout is None or layouts or any(_has_nan_scales(matrix) for matrix in matrices):
+            return None
+        try:
+            hopper.load_dequantize(layout, device)  # fails early where kernels cannot be compiled
+        except CudaError:
+            return None
+        weights = hopper.concatenate([hopper.shuffle(matrix, layout) for matrix in matrices])
+        return None if weights is None else cls(weights, inputs)
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:  # [batch, columns] -> [batch, rows]
+        if x.stride(1) != 1 or x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
+            x = x.contiguous()
+        return self._half(x, bias) if self.inputs is None else self._quantized(x, bias, self.inputs)
+
+    def path(self, batch: int) -> str:
+        """Return `gemv`, `gemm`, or `expand` (dequantize first)."""
+        if self.inputs is not None:
+            expands = self.weights.layout.element == "e4m3" and batch > SCALED_MM_BATCH
+            return "expand" if expands else "gemm"
+        if batch == 1 and hopper.supports_gemv(self.weights.layout):
+            return "gemv"
+        return "gemm" if batch <= GEMM_BATCH else "expand"
+
+    def _half(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        path = self.path(len(x))
+        if path == "gemv":
+            return hopper.gemv(x, self.weights, bias)
+        if path == "gemm":
+            return hopper.gemm(x, self.weights, bias)
+        return F.linear(x, hopper.dequantize(self.weights), bias)
+
+    def _quantized(self, x: Tensor, bias: Tensor | None, inputs: ActivationQuant) -> Tensor:
+        operands = getattr(torch, self.weights.layout.operands)
+        codes, scales = launch.quantize_rows(
+            x, operands, amax_code(inputs), inputs.format.scale_dtype, inputs.scale, inputs.clip_ratio
+        )
+        if self.path(len(x)) == "gemm":
+            return hopper.gemm(codes, self.weights, bias, scales, x.dtype)
+        assert self.weights.row_scale is not None
+        y = torch._scaled_mm(
+            codes, hopper.dequantize(self.weights).t(), scales[:, None], self.weights.row_scale[None],
+            out_dtype=x.dtype, use_fast_accum=True,
+        )  # fmt: skip
+        return y if bias is None else y + bias
+
+
+def _has_nan_scales(matrix: Matrix) -> bool:
+    """Return whether a scale in E4M3 or E8M0 is NaN, which the kernels do not spread."""
+    if matrix.scale_dtype not in ("e4m3", "e8m0"):
+        return False
+    nan = 0x7F if matrix.scale_dtype == "e4m3" else 0xFF
+    codes = matrix.scale & nan if matrix.scale_dtype == "e4m3" else matrix.scale
+    return bool((codes == nan).any())

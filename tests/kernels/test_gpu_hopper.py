@@ -1,0 +1,305 @@
+"""Kernels for Hopper GPUs. Without a GPU: the layout of shuffled weights, and that all kernels compile if NVRTC is
+installed. With one: every format against the reference."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from smelt.kernels.gpu import hopper, nvrtc
+from smelt.kernels.gpu.hopper import Config, GemvConfig, Layout, fit_stages
+from smelt.kernels.gpu.matrix import Matrix, describe
+from smelt.kernels.linear import ActivationQuant, PackedMatrix
+from smelt.models.quantized import QuantizationScheme, QuantizedLinear
+from smelt.numerics import QuantizedTensor, get_format
+from smelt.numerics.packing import unpack
+
+BF16, FP16, INT8, E4M3 = torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn
+HALF_FORMATS = [
+    ("int4/128@float16", BF16), ("int4/128@float16", FP16), ("int4/128@bfloat16", BF16), ("int4-asym/128", BF16),
+    ("int4/row@float16", BF16), ("int4/32", BF16), ("int4/256", BF16), ("int4-asym/row", BF16), ("int8/128", BF16),
+    ("int8-asym/64", BF16), ("int8-asym/64", FP16), ("int3/128@float16", BF16), ("int3-asym/64", BF16),
+    ("int2/128", BF16), ("int2-asym/64", FP16), ("mxfp4", BF16), ("nvfp4", BF16), ("nvfp4", FP16),
+]  # fmt: skip
+EIGHT_BIT_FORMATS = [("fp8-e4m3", "fp8-e4m3"), ("int8/row", "int8"), ("int4/row", "int8"), ("int4/128@float16", "int8")]
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+
+
+def packed_matrix(name: str, rows: int, columns: int, device: str = "cpu") -> tuple[PackedMatrix, QuantizedTensor]:
+    number_format = get_format(name)
+    quantized = number_format.quantize(torch.randn(rows, columns, device=device) * 0.05)
+    return PackedMatrix(number_format, rows, columns, quantized.pack()), quantized
+
+
+def shuffled(matrix: Matrix, operands: torch.dtype) -> hopper.ShuffledMatrix:
+    layout = hopper.layout_of(matrix, operands)
+    assert layout is not None
+    return hopper.shuffle(matrix, layout)
+
+
+def code_at(tile: torch.Tensor, layout: Layout, row: int, column: int) -> int:
+    """Read one code of a tile, as a thread of the kernel does: from its words, which it reads 16 bytes at a time."""
+    per_register = 4 // layout.operand_bytes
+    warp, half, group = row // 16, row % 16 // 8, row % 8
+    step, rest = divmod(column, 8 * per_register)
+    column_half, rest = divmod(rest, 4 * per_register)
+    quad, place = divmod(rest, per_register)
+    thread, register = 32 * warp + 4 * group + quad, 2 * column_half + half
+
+    def word(index: int, start: int = 0, size: int = 4) -> int:
+        chunk, within = divmod(index, size)
+        at = start + (chunk * 128 + thread) * 4 * size + 4 * within
+        return int.from_bytes(bytes(tile[at : at + 4].tolist()), "little")
+
+    if layout.operand_bytes == 1:
+        if layout.bits == 8:
+            return word(4 * step + register) >> (8 * place) & 255
+        return word(2 * step + register // 2) >> (8 * place + 4 * (register & 1)) & 15
+    if layout.bits == 8:
+        return word(2 * step + register // 2) >> (16 * (register & 1) + 8 * place) & 255
+    if layout.bits == 4:
+        return word(step) >> (16 * place + 4 * register) & 15
+    low = word(step // 2) >> (16 * place + 8 * (step & 1) + 2 * register) & 3
+    if layout.bits == 2:
+        return low
+    return low | (word(step // 4, 2048, 2) >> (16 * place + 4 * (step & 3) + register) & 1) << 2
+
+
+@pytest.mark.parametrize(
+    ("name", "operands"), [*HALF_FORMATS, ("fp8-e4m3", E4M3), ("int8/row", INT8), ("int4/row", INT8)]
+)
+def test_every_code_is_where_the_kernel_reads_it(name: str, operands: torch.dtype) -> None:
+    packed, _ = packed_matrix(name, 100, 256)
+    matrix = describe(packed)
+    weights = shuffled(matrix, operands)
+    codes = unpack(matrix.codes, matrix.bits, matrix.columns)
+    flip = 1 << (matrix.bits - 1) if operands == INT8 else 0  # two's complement
+    assert weights.tiles.shape[:2] == (2, 2)
+    for row, column in itertools.product(range(0, 100, 7), range(0, 256, 5)):
+        tile = weights.tiles[row // 64, column // 128]
+        assert code_at(tile, weights.layout, row % 64, column % 128) == int(codes[row, column]) ^ flip
+
+
+def test_scales_and_zero_points_follow_the_codes() -> None:
+    packed, _ = packed_matrix("int4-asym/64@float16", 70, 256)
+    matrix = describe(packed)
+    weights = shuffled(matrix, BF16)
+    assert weights.layout == Layout("int", 4, "bfloat16", 2, "float16", True, 8)
+    tile = weights.tiles[1, 1]
+    scales = tile[4096 : 4096 + 256].view(torch.float16).reshape(2, 64)
+    zeros = tile[4352 : 4352 + 128].reshape(2, 64)
+    assert matrix.zero is not None
+    for row, group in itertools.product(range(64, 70), range(2)):
+        assert scales[group, row - 64] == matrix.scale.reshape(70, 4)[row, 2 + group]
+        assert zeros[group, row - 64] == matrix.zero.reshape(70, 4)[row, 2 + group]
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "operands"),
+    [
+        ("int4/128", 4000, BF16),  # x is copied in panels of 128 bytes
+        ("int4/48", 4032, BF16),  # groups that tiles do not contain
+        ("int4/16", 256, BF16),
+        ("int5/128", 256, BF16),
+        ("int4-float-zero/128", 256, BF16),
+        ("amxfp4", 256, BF16),
+        ("mxfp4", 256, FP16),  # powers of two that float16 does not have
+        ("int4-asym/128", 256, INT8),
+        ("nf4", 256, BF16),
+        ("fp8-e4m3", 256, BF16),
+    ],
+)
+def test_other_matrices_are_refused(name: str, columns: int, operands: torch.dtype) -> None:
+    assert hopper.layout_of(describe(packed_matrix(name, 64, columns)[0]), operands) is None
+
+
+def test_matrices_are_stacked_only_along_whole_tiles() -> None:
+    first, second = (describe(packed_matrix("nvfp4", rows, 256)[0]) for rows in (128, 40))
+    parts = [shuffled(matrix, BF16) for matrix in (first, second)]
+    assert parts[0].factor != parts[1].factor
+    both = hopper.concatenate(parts)
+    assert both is not None and both.rows == 168 and both.factor == 1.0 and both.row_scale is not None
+    assert both.row_scale[127] == parts[0].factor and both.row_scale[128] == parts[1].factor
+    assert hopper.concatenate(parts[::-1]) is None
+
+
+def test_a_layer_without_its_weights_computes_with_the_product() -> None:
+    packed, quantized = packed_matrix("int4/128", 24, 128)
+    scheme = QuantizationScheme(packed.format)
+    layer = QuantizedLinear.from_quantized(quantized, scheme, bias=torch.ones(24), dtype=torch.float32)
+    x = torch.randn(2, 3, 128)
+    expected = layer(x)
+    weight = torch.cat([torch.zeros(8, 128), layer.weight])
+    layer.move_weights(lambda inputs: inputs @ weight.T, slice(8, 32))
+    torch.testing.assert_close(layer(x), expected)
+    assert layer.codes.numel() == 0
+    with pytest.raises(Exception, match="rearranged"):
+        layer.weight  # noqa: B018
+
+
+def layouts() -> list[Layout]:
+    found = []
+    for name, operands in [*HALF_FORMATS, ("fp8-e4m3", E4M3), ("int8/row", INT8), ("int4/128@float16", INT8)]:
+        layout = hopper.layout_of(describe(packed_matrix(name, 64, 256)[0]), operands)
+        assert layout is not None
+        found.append(layout)
+    return found
+
+
+def test_shared_memory_and_stages_fit() -> None:
+    for layout, rows, columns, batch in itertools.product(layouts(), (64, 4096, 28672), (256, 14336), (1, 16, 64, 300)):
+        tiles = torch.empty(rows // 64, columns // 128, 0, dtype=torch.uint8)
+        weights = hopper.ShuffledMatrix(layout, tiles, None, 1.0, rows, columns)
+        config = hopper.choose_config(batch, weights, 132)
+        assert config.shared_bytes(layout) <= 227 * 1024 and config.stages % config.k_groups == 0
+        assert hopper.choose_gemv_config(weights, 132).shared_bytes(layout, columns // 128) <= 227 * 1024
+
+
+def test_all_kernels_compile(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        nvrtc._nvrtc()
+    except nvrtc.CudaError:
+        pytest.skip("NVRTC is not installed")
+    monkeypatch.setenv("SMELT_CACHE", str(tmp_path))
+    for layout in layouts():
+        sources = [hopper.dequantize_source(layout)]
+        for config in (Config(16, 1, 1, 2, 2, 8, 2, mma=True), Config(128, 4, 2, 1, 1, 8, 1, flush=False)):
+            sources.append(hopper.kernel_source(layout, fit_stages(config, layout, 32), BF16))
+        if hopper.supports_gemv(layout):
+            sources.append(hopper.gemv_source(layout, GemvConfig(2, 3, 9, 2)))
+        for source in sources:
+            assert nvrtc.compile_to_cubin(source, "kernel", "sm_90a")
+    with pytest.raises(nvrtc.CudaError, match="cannot be compiled"):
+        nvrtc.compile_to_cubin("this is not CUDA", "kernel", "sm_90a")
+
+
+def relative_error(y: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((y.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(("name", "dtype"), HALF_FORMATS)
+def test_products_equal_the_reference(name: str, dtype: torch.dtype) -> None:
+    """Random shapes that fill no tile, batches on both sides of every tile size, outliers in x, with a bias."""
+    generator = random.Random(name)
+    for batch in (1, 2, 8, 9, 16, 31, 64, 65, 129, 700):
+        rows, columns = generator.randrange(1, 700), 64 * generator.randrange(1, 40)
+        packed, quantized = packed_matrix(name, rows, columns, "cuda")
+        matrix = describe(packed)
+        if hopper.layout_of(matrix, dtype) is None:  # columns that groups do not divide
+            continue
+        weights = shuffled(matrix, dtype)
+        x, bias = torch.randn(batch, columns, device="cuda", dtype=dtype), torch.randn(rows, device="cuda", dtype=dtype)
+        x[:, :: columns // 3] *= 50
+        expected = x.double() @ quantized.dequantize().double().T + bias.double()
+        products = [hopper.gemm(x, weights, bias)]
+        if batch == 1 and hopper.supports_gemv(weights.layout):
+            products.append(hopper.gemv(x, weights, bias))
+        for y in products:
+            assert relative_error(y, expected) < 4e-3, (batch, rows, columns)
+        assert torch.equal(hopper.dequantize(weights), quantized.dequantize().to(dtype))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(("name", "inputs"), EIGHT_BIT_FORMATS)
+def test_eight_bit_products_equal_the_reference(name: str, inputs: str) -> None:
+    from smelt.kernels.gpu.hopper_linear import HopperLinear
+
+    rule = ActivationQuant(get_format(inputs))
+    for batch in (1, 7, 16, 40, 64, 100, 300):
+        packed, quantized = packed_matrix(name, 16 * random.Random(batch).randrange(1, 60), 1152, "cuda")
+        product = HopperLinear.prepare([packed], rule, BF16)
+        assert product is not None
+        x = torch.randn(batch, 1152, device="cuda", dtype=BF16)
+        expected = rule.fake_quantize(x.float()).double() @ quantized.dequantize().double().T
+        assert relative_error(product(x), expected) < 4e-3, batch
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("batch", [1, 5, 40, 100])
+def test_every_configuration_gives_the_same(batch: int) -> None:
+    """Teams, splits, stages and both places of the scales: all within rounding, and each the same twice."""
+    packed, quantized = packed_matrix("int4-asym/64@float16", 448, 2176, "cuda")
+    weights = shuffled(describe(packed), BF16)
+    x = torch.randn(batch, 2176, device="cuda", dtype=BF16)
+    expected = x.double() @ quantized.dequantize().double().T
+    tile_n = next(size for size in hopper.TILE_N if size >= batch)
+    for rows, k_tiles, teams, split, flush in itertools.product((1, 2), (1, 2), (1, 2, 3), (1, 2, 4), (True, False)):
+        mma = tile_n <= 32
+        config = fit_stages(Config(tile_n, rows, 1, k_tiles, teams, 6, split, flush, mma), weights.layout, 17)
+        if config.shared_bytes(weights.layout) > 227 * 1024 or (tile_n == 128 and rows * teams > 2):
+            continue
+        y = hopper.gemm(x, weights, config=config)
+        assert relative_error(y, expected) < 4e-3, config
+        assert torch.equal(y, hopper.gemm(x, weights, config=config)), config
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_extreme_inputs() -> None:
+    packed, _ = packed_matrix("int4/128@float16", 256, 512, "cuda")
+    weights = shuffled(describe(packed), BF16)
+    assert hopper.gemm(torch.empty(0, 512, device="cuda", dtype=BF16), weights).shape == (0, 256)
+    for value in (0.0, 1e-30, 1e30, float("inf"), float("nan")):
+        x = torch.zeros(3, 512, device="cuda", dtype=BF16)
+        x[1, 17] = value
+        expected = x.float() @ hopper.dequantize(weights).float().T
+        y = hopper.gemm(x, weights)
+        assert (y[0] == 0).all() and (y[2] == 0).all(), "other rows are changed"
+        for ours in (y[1], hopper.gemv(x[1:2].contiguous(), weights)[0]):
+            if abs(value) < 1e38:
+                assert (value == 0 and not ours.any()) or relative_error(ours, expected[1].double()) < 1e-2
+            else:
+                assert not torch.isfinite(ours).any()
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("scheme", ["int4/128@float16", "nvfp4", "fp8-e4m3 fp8-e4m3", "int8/row int8"])
+def test_an_engine_gives_the_tokens_of_the_other_kernels(scheme: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from smelt.kernels.dispatch import use_backend
+    from smelt.models.model import Model
+    from smelt.serve.engine.engine import Engine
+    from smelt.serve.engine.sampling_params import SamplingParams
+
+    weight, _, inputs = scheme.partition(" ")
+    formats = QuantizationScheme(get_format(weight), get_format(inputs) if inputs else None)
+
+    def tokens(backend: str | None) -> list[list[int]]:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=512, max_position_embeddings=512,
+        )  # fmt: skip
+        network = LlamaForCausalLM(config).to("cuda", BF16).eval()
+        for layer in network.model.layers:
+            for parent in (layer.self_attn, layer.mlp):
+                for name, module in list(parent.named_children()):
+                    if isinstance(module, torch.nn.Linear):
+                        quantized = formats.weight.quantize(module.weight.data.float())
+                        setattr(parent, name, QuantizedLinear.from_quantized(quantized, formats, bias=None, dtype=BF16))
+        with use_backend(backend) if backend else torch.no_grad():
+            engine = Engine(Model(network), max_model_len=256, max_num_seqs=8, kv_cache_bytes=10**8)
+            moved = [module.moved for module in network.modules() if isinstance(module, QuantizedLinear)]
+            assert moved == [backend is None] * 14
+            sampling = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+            draw = random.Random(0)
+            prompts = [[draw.randrange(512) for _ in range(draw.randrange(1, 40))] for _ in range(60)]
+            requests = [engine.submit(prompt, sampling)[0] for prompt in prompts]
+            while engine.busy:
+                engine.step()
+        return [request.output for request in requests]
+
+    ours, theirs = tokens(None), tokens("triton-eight-bit" if inputs else "triton-weight-only")
+    # Random weights: a few of the largest logits are closer than rounding. A prompt, then one step of decoding.
+    assert sum(one == other for one, other in zip(ours, theirs, strict=True)) >= 54
