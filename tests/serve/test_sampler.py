@@ -141,3 +141,38 @@ def test_logprobs_use_the_unmodified_logits() -> None:
     assert int(sampled.tokens[0]) == 0
     assert logprobs.own == pytest.approx(float(logits[0].log_softmax(-1)[0]))
     assert [pair[0] for pair in logprobs.top] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    "params", [{"top_k": 50}, {"top_p": 0.9}, {"top_p": 0.95, "min_p": 0.02}, {"top_k": 200, "top_p": 0.8}], ids=str
+)
+def test_a_few_sorted_candidates_give_the_tokens_of_sorting_all(params: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(400, 5000) * 4
+    rows = [request(seed=seed, **params) for seed in range(400)]
+    assert all(sampler._sampler_for(row, logits) is sampler._sample_candidates for row in rows)
+    assert torch.equal(sampler._sample_candidates(logits, rows), sampler._sample_sorted(logits, rows))
+
+
+def test_all_tokens_are_sorted_where_candidates_do_not_reach_top_p() -> None:
+    logits = torch.zeros(300, 5000)  # every token is as likely: 0.9 needs 4,500 of them
+    rows = [request(seed=seed, top_p=0.9) for seed in range(300)]
+    tokens = sample(logits, rows).tokens
+    assert torch.equal(tokens, sampler._sample_sorted(logits, rows))
+    assert len(set(tokens.tolist())) > 250
+
+
+def test_nothing_is_sorted_without_top_k_and_top_p(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("sort", "topk"):
+        monkeypatch.setattr(Tensor, name, None)
+    logits = torch.randn(3, 5000)
+    sample(logits, [request(), request(temperature=0.3, min_p=0.1), request(temperature=0)])
+
+
+def test_each_row_is_sampled_as_if_it_were_alone() -> None:
+    torch.manual_seed(2)
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 0}, {"top_k": 9}, {"top_p": 0.5}, {"min_p": 0.2}, {"top_k": 900}]
+    logits = torch.randn(60, 2000) * 3
+    rows = [request(seed=seed, **kinds[seed % len(kinds)]) for seed in range(60)]
+    alone = [token(logits[row], rows[row]) for row in range(60)]
+    assert sample(logits, rows).tokens.tolist() == alone

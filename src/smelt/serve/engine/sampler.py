@@ -7,12 +7,19 @@ in the output, so that other requests in the batch change nothing.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from smelt.serve.engine.request import Request
+
+BLOCK_SIZE = 256  # columns whose weights are summed first in a draw
+NUM_CANDIDATES = 256  # most likely tokens that top-k and top-p look at first
+
+_Sampler = Callable[[Tensor, list[Request]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -83,29 +90,111 @@ def _process_logits(logits: Tensor, request: Request, eos_token_ids: tuple[int, 
 
 
 def _sample_rows(logits: Tensor, requests: list[Request]) -> Tensor:
-    """Sample one token per row; rows with temperature 0 take the most likely token."""
-    device = logits.device
+    """Sample one token per row; rows with temperature 0 take the most likely token.
 
-    def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)[:, None]
+    How a row is sampled depends on its own request alone. Tokens are sorted only for top-k and top-p.
+    """
+    groups: dict[_Sampler | None, list[int]] = {}
+    for row, request in enumerate(requests):
+        groups.setdefault(_sampler_for(request, logits), []).append(row)
+    tokens = logits.argmax(-1) if None in groups or len(groups) > 1 else None
+    for sampler, rows in groups.items():
+        if sampler is None:
+            continue
+        chosen = [requests[row] for row in rows]
+        if tokens is None:
+            return sampler(logits, chosen)
+        index = torch.tensor(rows, device=logits.device)
+        tokens[index] = sampler(logits[index], chosen)
+    assert tokens is not None
+    return tokens
 
-    sampling_params = [request.sampling for request in requests]
-    temperature = column([1.0 if params.greedy else params.temperature for params in sampling_params])
-    sorted_logits, order = (logits / temperature).sort(dim=-1, descending=True)
-    probabilities = sorted_logits.softmax(-1)
-    rank = torch.arange(logits.shape[-1], device=device)
+
+def _sampler_for(request: Request, logits: Tensor) -> _Sampler | None:
+    """Return how to sample a row; None if it is greedy."""
+    params, vocab_size = request.sampling, logits.shape[-1]
+    if params.greedy:
+        return None
+    if params.top_p >= 1 and not params.top_k:
+        return _sample_unsorted
+    few = vocab_size > NUM_CANDIDATES
+    if few and (0 < params.top_k <= NUM_CANDIDATES):
+        return _sample_candidates
+    # Whether the candidates suffice for top-p, only the device knows: waiting for it would cost more than sorting.
+    return _sample_candidates if few and logits.device.type == "cpu" else _sample_sorted
+
+
+def _sample_unsorted(logits: Tensor, requests: list[Request]) -> Tensor:
+    """Draw in the order of the vocabulary."""
+    probabilities = (logits / _temperatures(requests, logits)).softmax(-1)
+    if any(request.sampling.min_p for request in requests):
+        min_p = _column([request.sampling.min_p for request in requests], logits)
+        probabilities[probabilities < min_p * probabilities.amax(-1, keepdim=True)] = 0.0
+    return _draw(probabilities, requests)
+
+
+def _sample_candidates(logits: Tensor, requests: list[Request]) -> Tensor:
+    """Sort the most likely tokens; all of them in rows where top-p needs more."""
+    scaled = logits / _temperatures(requests, logits)
+    values, order = scaled.topk(NUM_CANDIDATES, dim=-1)
+    probabilities = (values - scaled.logsumexp(-1, keepdim=True)).exp()
+    tokens = order.gather(-1, _draw(_keep(probabilities, requests), requests)[:, None])[:, 0]
+    if logits.device.type == "cpu":
+        mass = probabilities.sum(-1).tolist()
+        too_few = [row for row, request in enumerate(requests) if _needs_more(request, mass[row])]
+        if too_few:
+            tokens[too_few] = _sample_sorted(logits[too_few], [requests[row] for row in too_few])
+    return tokens
+
+
+def _needs_more(request: Request, mass: float) -> bool:
+    params = request.sampling
+    return not 0 < params.top_k <= NUM_CANDIDATES and mass < params.top_p
+
+
+def _sample_sorted(logits: Tensor, requests: list[Request]) -> Tensor:
+    sorted_logits, order = (logits / _temperatures(requests, logits)).sort(dim=-1, descending=True)
+    index = _draw(_keep(sorted_logits.softmax(-1), requests), requests)
+    return order.gather(-1, index[:, None])[:, 0]
+
+
+def _keep(probabilities: Tensor, requests: list[Request]) -> Tensor:
+    """Set sorted probabilities [rows, tokens] to 0 outside of top-k, top-p and min-p."""
+    params = [request.sampling for request in requests]
     mass_above = probabilities.cumsum(-1) - probabilities  # of more likely tokens
-    kept = mass_above < column([params.top_p for params in sampling_params])
-    kept &= probabilities >= column([params.min_p for params in sampling_params]) * probabilities[:, :1]
-    kept &= rank < column(
-        [1 if params.greedy else params.top_k or logits.shape[-1] for params in sampling_params], torch.int64
-    )
-    kept[:, 0] = True
-    sums = torch.where(kept, probabilities, 0.0).double().cumsum(-1)
-    target = column([_uniform(request) for request in requests], torch.float64) * sums[:, -1:]
-    index = (sums <= target).sum(-1, keepdim=True).clamp(max=logits.shape[-1] - 1)
-    last = kept.sum(-1, keepdim=True) - 1  # kept tokens come first: clamp a target that was rounded up
-    return order.gather(-1, torch.minimum(index, last))[:, 0]
+    kept = mass_above < _column([each.top_p for each in params], probabilities)
+    kept &= probabilities >= _column([each.min_p for each in params], probabilities) * probabilities[:, :1]
+    top_k = _column([float(each.top_k or probabilities.shape[-1]) for each in params], probabilities)
+    kept &= torch.arange(probabilities.shape[-1], device=probabilities.device) < top_k
+    return torch.where(kept, probabilities, 0.0)
+
+
+def _draw(weights: Tensor, requests: list[Request]) -> Tensor:
+    """Return a column of each row of weights [rows, columns], drawn in proportion to them: first a block of columns by
+    the sums of blocks, then a column of the block."""
+    missing = -weights.shape[1] % BLOCK_SIZE
+    padded = (F.pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, BLOCK_SIZE))
+    block_sums = padded.sum(-1).double()
+    uniform = _column([_uniform(request) for request in requests], block_sums)
+    block, target = _invert(block_sums, uniform * block_sums.sum(-1, keepdim=True))
+    columns = padded.take_along_dim(block[:, :, None], dim=1)[:, 0]
+    return (block * BLOCK_SIZE + _invert(columns.double(), target)[0])[:, 0]
+
+
+def _invert(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where the running sum of each row exceeds its target [rows, 1], and the target less the sum before."""
+    sums = weights.cumsum(-1)
+    last = torch.searchsorted(sums, sums[:, -1:].contiguous())  # of positive weight, for a target that was rounded up
+    index = torch.minimum(torch.searchsorted(sums, target, right=True), last)
+    return index, target - (sums - weights).gather(-1, index)
+
+
+def _temperatures(requests: list[Request], like: Tensor) -> Tensor:
+    return _column([request.sampling.temperature for request in requests], like)
+
+
+def _column(values: list[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
 
 
 def _uniform(request: Request) -> float:
