@@ -52,9 +52,10 @@ def limited_memory(headroom: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def refused(action: Callable[[], object], *, headroom: int = 512 * 2**20, cpu_seconds: float = 5) -> str:
+def refused(action: Callable[[], object], *, headroom: int = 512 * 2**20, cpu_seconds: float = 30) -> str:
     """Return the sentence with which an attack is refused, checking that it took little CPU time and memory."""
-    start = time.process_time()  # CPU time of this process: other load does not count
+    # CPU time of this process: other load does not count, but what a host takes from a virtual machine does.
+    start = time.process_time()
     with limited_memory(headroom), pytest.raises(SmeltError) as caught:
         action()
     seconds = time.process_time() - start

@@ -35,7 +35,7 @@ MIB = 2**20
 def outcome(path: Path, limit: int, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the sentence with which the rows of a file are refused, in little more memory than the limit."""
     monkeypatch.setenv(LIMIT_VARIABLE, str(limit))
-    return refused(lambda: read_rows(path), headroom=limit + 200 * MIB, cpu_seconds=20)
+    return refused(lambda: read_rows(path), headroom=limit + 200 * MIB, cpu_seconds=120)
 
 
 def repeated(value: str, rows: int) -> Any:

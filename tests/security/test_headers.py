@@ -160,7 +160,7 @@ def test_gguf_strings_are_counted_over_all_arrays(tmp_path: Path) -> None:
     """1,000 arrays of a million empty strings are one sparse file of 8 GB; each alone would be within the limit."""
     pairs = b"".join(_strings(str(index), 2**18) for index in range(5))
     path = Gguf(raw_pairs=pairs, pair_count=5).write(tmp_path / "x.gguf")
-    assert "strings in arrays" in refused(lambda: read_gguf(path), cpu_seconds=10)
+    assert "strings in arrays" in refused(lambda: read_gguf(path), cpu_seconds=60)
 
 
 @pytest.mark.parametrize("size", [2**27, 2**33])
