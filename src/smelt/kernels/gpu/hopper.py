@@ -296,7 +296,7 @@ def _load_gemv(layout: Layout, config: GemvConfig, k_tiles: int, device: torch.d
 
 
 def choose_gemv_config(weights: ShuffledMatrix, num_sms: int) -> GemvConfig:
-    """Return the tiles of a GEMV (tuned on an H200, benchmarks/gpu_gemm.py)."""
+    """Return the tiles of a GEMV, tuned on an H200."""
     row_tiles, k_tiles = weights.tiles.shape[:2]
     config = GemvConfig(2, 4, 12, 2 if row_tiles <= 0.75 * num_sms and k_tiles >= 16 else 1)
     if row_tiles > 1.36 * num_sms:
@@ -332,7 +332,7 @@ def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
 
 
 def choose_config(batch: int, weights: ShuffledMatrix, num_sms: int) -> Config:
-    """Return the tiles for a batch size (tuned on an H200, benchmarks/gpu_gemm.py).
+    """Return the tiles for a batch size, tuned on an H200 (`benchmarks/gpu_gemm.py --tune` tries them all).
 
     A block has 64 weight rows as long as that fills the GPU at most once; beyond, fewer and larger blocks read x less
     often. If even such blocks are too few, two share their columns.

@@ -10,15 +10,8 @@ extern "C" __global__ void __launch_bounds__(128) hopper_dequantize(
     __shared__ __align__(16) Element results[64 * STRIDE];
     const int thread = threadIdx.x, lane = thread % 32, row = thread / 32 * 16 + lane / 4, quad = lane % 4;
     const u8* const tile = weights + ((u64)blockIdx.y * k_tiles + blockIdx.x) * W_TILE;
-    constexpr int WORDS = CODE_BYTES / 128 / 4;
     u32 words[WORDS];
-#if BITS == 3
-    *(uint4*)&words[0] = ((const uint4*)tile)[thread];
-    *(uint2*)&words[4] = ((const uint2*)(tile + 2048))[thread];
-#else
-#pragma unroll
-    for (int i = 0; i < WORDS / 4; i++) *(uint4*)&words[4 * i] = ((const uint4*)tile)[128 * i + thread];
-#endif
+    load_words(words, tile, thread);
 #pragma unroll
     for (int step = 0; step < K_STEPS; step++) {
         Parameters parameters;

@@ -22,9 +22,9 @@
 
 constexpr int ROWS = 64 * ROW_TILES;               // weight rows per block
 constexpr int TEAM = ROW_TILES / M_TILES;           // warpgroups
-constexpr int GROUPS_OF_WARPS = TEAM * K_GROUPS;
-constexpr int CONSUMERS = 128 * GROUPS_OF_WARPS;   // threads that compute
-constexpr bool WIDE = TILE_N == 128 && GROUPS_OF_WARPS == 2;  // registers move from the copying warps to the others
+constexpr int WARPGROUPS = TEAM * K_GROUPS;
+constexpr int CONSUMERS = 128 * WARPGROUPS;   // threads that compute
+constexpr bool WIDE = TILE_N == 128 && WARPGROUPS == 2;  // registers move from the copying warps to the others
 constexpr int THREADS = CONSUMERS + (WIDE ? 128 : 32);
 constexpr int SWIZZLE = 128;                       // bytes of a row of x in a swizzled tile
 constexpr int X_PANEL = TILE_N * SWIZZLE;          // bytes
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_gemm(
     __syncthreads();
 
     float* const out = (float*)memory;  // [K_GROUPS, TILE_N, ROWS], after all copies have been used
-    if (group == GROUPS_OF_WARPS) {
+    if (group == WARPGROUPS) {
         if constexpr (WIDE) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (thread == CONSUMERS) {
             const int row_tiles = (rows + 63) / 64;
@@ -139,20 +139,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_gemm(
             };
             const u32 x_tile = shared_address(memory + (stage * K_TILES + tile) * X_TILE);
             const u64 descriptor = x_descriptor(x_tile);
-            constexpr int WORDS = CODE_BYTES / 128 / 4;
             u32 words[M_TILES][WORDS];
 #pragma unroll
-            for (int m = 0; m < M_TILES; m++) {
-                const u8* const codes = weight_tile(m);
-#if BITS == 3
-                *(uint4*)&words[m][0] = ((const uint4*)codes)[thread % 128];
-                *(uint2*)&words[m][4] = ((const uint2*)(codes + 2048))[thread % 128];
-#else
-#pragma unroll
-                for (int i = 0; i < WORDS / 4; i++)
-                    *(uint4*)&words[m][4 * i] = ((const uint4*)codes)[128 * i + thread % 128];
-#endif
-            }
+            for (int m = 0; m < M_TILES; m++) load_words(words[m], weight_tile(m), thread % 128);
 #pragma unroll
             for (int g = 0; g < GROUP_LOOPS; g++) {
                 constexpr int STEPS = K_STEPS / GROUP_LOOPS;

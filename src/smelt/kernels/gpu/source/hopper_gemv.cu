@@ -146,16 +146,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_gemv(
                 if (K_TILES > 1 && tile >= tiles) break;
                 const u8* const codes = memory + stage * STAGE + t * W_TILE;
                 const u8* const scales = codes + CODE_BYTES;
-                constexpr int WORDS = CODE_BYTES / 128 / 4;
                 u32 words[WORDS];
-#if BITS == 3
-                *(uint4*)&words[0] = ((const uint4*)codes)[thread % 128];
-                *(uint2*)&words[4] = ((const uint2*)(codes + 2048))[thread % 128];
-#else
-#pragma unroll
-                for (int i = 0; i < WORDS / 4; i++)
-                    *(uint4*)&words[4 * i] = ((const uint4*)codes)[128 * i + thread % 128];
-#endif
+                load_words(words, codes, thread % 128);
 #pragma unroll
                 for (int g = 0; g < GROUP_LOOPS; g++) {
                     int sums[4] = {0, 0, 0, 0}, total = 0;

@@ -207,3 +207,16 @@ __device__ __forceinline__ void dequantize(u32 (&out)[4], const u32 (&words)[WOR
     for (int i = 0; i < 4; i++) out[i] = multiply_add(out[i], p.scale[i & 1], multiply(out[i], p.rest[i & 1]));
 #endif
 }
+
+constexpr int WORDS = CODE_BYTES / 128 / 4;  // of codes that a thread has in a tile
+
+// Load the codes of a thread of a warpgroup, 16 bytes at a time.
+__device__ __forceinline__ void load_words(u32 (&words)[WORDS], const u8* tile, int thread) {
+#if BITS == 3  // planes of two bits and of one
+    *(uint4*)&words[0] = ((const uint4*)tile)[thread];
+    *(uint2*)&words[4] = ((const uint2*)(tile + 2048))[thread];
+#else
+#pragma unroll
+    for (int i = 0; i < WORDS / 4; i++) *(uint4*)&words[4 * i] = ((const uint4*)tile)[128 * i + thread];
+#endif
+}
