@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from smelt.serve.engine.request import Request, RequestId
 from smelt.serve.engine.sampler import sample as sample_tokens
 from smelt.serve.engine.sampling_params import SamplingParams
+from smelt.serve.server.stream import sse_event
 from tests.serve.server_process import NAME, Server, language_model, read_events, tokenizer
 
 FEW = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -241,3 +243,9 @@ def test_tokenize_and_detokenize(server: Server) -> None:
 def test_a_template_that_refuses(server: Server) -> None:
     answer = server.post("/v1/chat/completions", {"messages": [{"role": "tool", "content": "secret words"}]})
     assert answer.status_code == 400 and "order of roles: tool" in answer.text and "secret" not in answer.text
+
+
+def test_an_event_is_one_line_to_every_reader_of_lines() -> None:
+    text = "".join(map(chr, (*range(0xD800), *range(0xE000, 0x11000))))
+    line, end = sse_event({"text": text}).decode().splitlines()
+    assert end == "" and json.loads(line.removeprefix("data: ")) == {"text": text}

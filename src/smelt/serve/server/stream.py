@@ -22,8 +22,13 @@ DONE = b"data: [DONE]\n\n"
 Chunk = dict[str, Any] | None  # None: nothing new, so a ping may be due
 
 
+# Not line ends of server-sent events, but of many readers of lines: httpx and str.splitlines end a line there.
+_SEPARATORS = str.maketrans({separator: f"\\u{ord(separator):04x}" for separator in "\x85\u2028\u2029"})
+
+
 def sse_event(content: Any) -> bytes:
-    return b"data: " + json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
+    return f"data: {text if text.isascii() else text.translate(_SEPARATORS)}\n\n".encode()
 
 
 class ResponseWriter(Protocol):
