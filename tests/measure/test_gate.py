@@ -81,13 +81,13 @@ def test_a_loss_per_item_drops_by_rising() -> None:
 
 def test_the_sentence_and_json_of_a_gate_that_cannot_tell() -> None:
     result = gate(*answered(8, 8, 400), POINT, seed=7)
-    assert result.items_needed == 2500  # (1.645 + 0.842)^2 * 0.04 / 0.01^2 = 2,474, rounded up
+    assert result.items_needed == 2700  # (1.722 + 0.842)^2 * 0.04 / 0.01^2 = 2,630, rounded up
     assert result.sentence == (
-        "accuracy on data: cannot tell: not enough items: about 2,500 needed, 400 given "
-        "(drop 0pt, 95 % bound 1.77pt, margin 1pt)"
+        "accuracy on data: cannot tell: not enough items: about 2,700 needed, 400 given "
+        "(drop 0pt, 95 % bound 1.87pt, margin 1pt)"
     )
     plain = json.loads(json.dumps(result.to_json(), allow_nan=False))
-    assert (plain["verdict"], plain["items"], plain["items_needed"], plain["seed"]) == ("inconclusive", 400, 2500, 7)
+    assert (plain["verdict"], plain["items"], plain["items_needed"], plain["seed"]) == ("inconclusive", 400, 2700, 7)
     assert plain["bound"] == result.bound and plain["margin"] == 0.01 and plain["method"] == "score interval"
 
 

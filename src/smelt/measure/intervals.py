@@ -38,7 +38,7 @@ def paired_quantiles(new: EvalResult, base: EvalResult, resamples: int, seed: in
     """Choose the method by the metric and run its bootstrap."""
     if len(new.items) < 2:
         return PairedQuantiles(
-            _method(new.metric), None, _unbounded, _unbounded if new.metric == "perplexity" else None
+            method_of(new.metric), None, _unbounded, _unbounded if new.metric == "perplexity" else None
         )
     if new.metric == "perplexity":
         with np.errstate(all="ignore"):  # a value that is not finite has bounds that are not numbers
@@ -173,7 +173,8 @@ def _cost_of_lost_items(quality: EvalResult, flips: int) -> float:
     return max(costs)
 
 
-def _method(metric: str) -> str:
+def method_of(metric: str) -> str:
+    """Return the method that a metric's intervals use."""
     return {"perplexity": BLOCK_BOOTSTRAP, "accuracy": SCORE}.get(metric, ITEM_BOOTSTRAP)
 
 
