@@ -105,7 +105,7 @@ class QuantizedLinear(nn.Module):
         self.round_inputs: Callable[[Tensor], Tensor] | None = None  # overrides the input format of the scheme
         self._selected: _SelectedKernel | None = None
         self._dequantized: Tensor | None = None
-        self._moved: tuple[Callable[[Tensor], Tensor], slice] | None = None
+        self._moved: tuple[Callable[[Tensor], Tensor], slice, str] | None = None
 
     @classmethod
     def from_quantized(
@@ -186,15 +186,15 @@ class QuantizedLinear(nn.Module):
             self.scheme.weight.bits_per_value(self.in_features, self.out_features) + 8 * factor_dtype.itemsize * factors
         )
 
-    def move_weights(self, product: Callable[[Tensor], Tensor], rows: slice) -> None:
+    def move_weights(self, product: Callable[[Tensor], Tensor], rows: slice, backend: str) -> None:
         """Free the packed tensors: from now on `product`, which has them in another layout, computes the outputs.
 
-        `rows` are those of this layer among the outputs of `product`, which takes inputs [batch, in].
+        `rows` are those of this layer among the outputs of `product` (takes [batch, in]); `backend` is its name.
         """
         for name in ("codes", *QPARAM_NAMES):
             if (buffer := self._buffers.get(name)) is not None:
                 setattr(self, name, torch.empty(0, device=buffer.device))
-        self._selected, self._moved = None, (product, rows)
+        self._selected, self._moved = None, (product, rows, backend)
 
     @property
     def moved(self) -> bool:
@@ -222,6 +222,8 @@ class QuantizedLinear(nn.Module):
     @property
     def backend(self) -> str:
         """The name of the kernel that the last forward used."""
+        if self._moved is not None:
+            return self._moved[2]
         return self._selected.kernel.name if self._selected else "none yet"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -229,7 +231,7 @@ class QuantizedLinear(nn.Module):
             x = hadamard_transform(x)
         rounded = x if self.round_inputs is None else self.round_inputs(x)
         if self._moved is not None:
-            product, rows = self._moved
+            product, rows, _ = self._moved
             y = product(rounded.reshape(-1, self.in_features))[:, rows].reshape(*x.shape[:-1], self.out_features)
             y = y if self.bias is None else y + self.bias
         elif self._dequantized is not None:

@@ -114,7 +114,7 @@ def _move_to_hopper(layers: Sequence[nn.Module], dtype: torch.dtype) -> HopperLi
         return None
     start = 0
     for layer in quantized:
-        layer.move_weights(product, slice(start, start + layer.out_features))
+        layer.move_weights(product, slice(start, start + layer.out_features), "hopper")
         start += layer.out_features
     return product
 

@@ -22,7 +22,7 @@ from smelt.numerics.packing import pack, unpack
 
 HALF, E4M3 = (torch.bfloat16, torch.float16), torch.float8_e4m3fn
 TILE_ROWS, TILE_K = 64, 128
-TILE_N = (8, 16, 32, 64, 128)  # rows of x per block
+TILE_N = (8, 16, 32, 64, 96, 128, 192, 256)  # rows of x per block
 _SHARED_BYTES = 227 * 1024
 
 
@@ -89,7 +89,7 @@ class Config:
 
     def threads(self) -> int:
         warpgroups = self.row_tiles // self.m_tiles * self.k_groups
-        return 128 * warpgroups + (128 if warpgroups == 2 and self.tile_n == 128 else 32)
+        return 128 * warpgroups + (128 if warpgroups == 2 and self.tile_n > 64 else 32)
 
     def shared_bytes(self, layout: Layout) -> int:
         stage = self.k_tiles * (self.tile_n * TILE_K * layout.operand_bytes + self.row_tiles * layout.tile_bytes)
@@ -335,10 +335,14 @@ def choose_config(batch: int, weights: ShuffledMatrix, num_sms: int) -> Config:
     """Return the tiles for a batch size, tuned on an H200 (`benchmarks/gpu_gemm.py --tune` tries them all).
 
     A block has 64 weight rows as long as that fills the GPU at most once; beyond, fewer and larger blocks read x less
-    often. If even such blocks are too few, two share their columns.
+    often. If even such blocks are too few, two share their columns. Many rows of x are multiplied 192 or 256 at a time,
+    so that weights are dequantized once for all of them.
     """
     layout, (row_tiles, k_tiles) = weights.layout, weights.tiles.shape[:2]
     tile_n = next((size for size in TILE_N if size >= batch), TILE_N[-1])
+    two_sums = layout.grouped and layout.operands == "int8"  # of a group and of all: too many registers
+    if tile_n > 128 and (two_sums or row_tiles * -(-batch // tile_n) < 0.7 * num_sms):
+        tile_n = 128
     blocks = row_tiles * -(-batch // tile_n)
     split_k = 2 if blocks <= 0.6 * num_sms and k_tiles >= 16 else 1
     many, very_many = blocks > 1.36 * num_sms, blocks > 3 * num_sms
@@ -351,11 +355,17 @@ def choose_config(batch: int, weights: ShuffledMatrix, num_sms: int) -> Config:
         if many:
             rows, m_tiles, teams = (4, 2, 1) if very_many else (2, 1, 2)
             config = Config(64, rows, m_tiles, 1, teams, 8, 1, flush=False)
-    else:
-        config = Config(128, 1, 1, 1, 2, 8, split_k, flush=False)
+    elif tile_n <= 128:
+        config = Config(tile_n, 1, 1, 1, 2, 8, split_k, flush=False)
         if many:
             rows, m_tiles = (4, 2) if very_many else (2, 1)
-            config = Config(128, rows, m_tiles, 1, 1, 8, 1, flush=False)
+            config = Config(tile_n, rows, m_tiles, 1, 1, 8, 1, flush=False)
+    else:
+        pairs = -(-row_tiles // 2) * -(-batch // tile_n)
+        config = Config(tile_n, 2, 1, 1, 1, 8, 1, flush=False)
+        if pairs < 0.7 * num_sms:
+            half = Config(tile_n, 1, 1, 1, 2, 8, 1, flush=False)
+            config = half if layout.operand_bytes == 1 else replace(config, split_k=2)
     return fit_stages(config, layout, k_tiles, limit)
 
 

@@ -16,7 +16,7 @@ from smelt.kernels.gpu.nvrtc import CudaError
 from smelt.kernels.linear import ActivationQuant, PackedMatrix
 from smelt.numerics.integer import Integer
 
-GEMM_BATCH = 640  # largest batch with weights dequantized in registers; beyond, the matrix is dequantized first
+GEMM_BATCH = 2048  # largest batch with weights dequantized in registers; beyond, the matrix is dequantized first
 SCALED_MM_BATCH = 256  # largest batch of E4M3 inputs for our kernel; beyond, PyTorch's is faster
 HOPPER = (9, 0)
 

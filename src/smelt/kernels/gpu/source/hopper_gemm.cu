@@ -6,9 +6,9 @@
 // come through a tensor map, which swizzles them for wgmma and fills rows and columns outside of x with zeros.
 //
 // One thread issues all copies, STAGES deep. Warpgroups compute: a team of them takes a step of ROW_TILES weight tiles,
-// M_TILES per warpgroup, and one x tile; K_GROUPS teams take turns, so that one dequantizes while another waits. With SPLIT_K > 1, the
-// blocks of a cluster take parts of the columns. All sums meet in (distributed) shared memory: no second kernel, and
-// always the same order of additions.
+// M_TILES per warpgroup, and one x tile; K_GROUPS teams take turns, so that one dequantizes while another waits. With
+// SPLIT_K > 1, the blocks of a cluster take parts of the columns. All sums meet in (distributed) shared memory: no second
+// kernel, and always the same order of additions. (Sending x to several blocks at once by multicast made all sizes slower.)
 //
 // Integer groups have their scale applied in one of two ways. FLUSH: to the sums of a group, in float32; exact, and
 // cheap if x has few rows. Otherwise to the weights, rounded to half precision as a dequantized matrix would be; then
@@ -24,7 +24,7 @@ constexpr int ROWS = 64 * ROW_TILES;               // weight rows per block
 constexpr int TEAM = ROW_TILES / M_TILES;           // warpgroups
 constexpr int WARPGROUPS = TEAM * K_GROUPS;
 constexpr int CONSUMERS = 128 * WARPGROUPS;   // threads that compute
-constexpr bool WIDE = TILE_N == 128 && WARPGROUPS == 2;  // registers move from the copying warps to the others
+constexpr bool WIDE = TILE_N > 64 && WARPGROUPS == 2;  // registers move from the copying warps to the others
 constexpr int THREADS = CONSUMERS + (WIDE ? 128 : 32);
 constexpr int SWIZZLE = 128;                       // bytes of a row of x in a swizzled tile
 constexpr int X_PANEL = TILE_N * SWIZZLE;          // bytes
@@ -34,7 +34,7 @@ constexpr int STAGE = K_TILES * (X_TILE + ROW_TILES * W_TILE);
 constexpr int OUT_STRIDE = ROWS + 4;               // floats
 constexpr int ACC = TILE_N / 2;                    // accumulators of a thread
 constexpr int CHAINS = TILE_N <= 16 ? 2 : 1;
-constexpr int CHUNK = K_STEPS / GROUP_LOOPS < 4 ? K_STEPS / GROUP_LOOPS : X_BYTES == 1 || TILE_N == 128 ? 2 : 4;  // instructions issued at a time
+constexpr int CHUNK = K_STEPS / GROUP_LOOPS < 4 ? K_STEPS / GROUP_LOOPS : X_BYTES == 1 || TILE_N > 64 ? 2 : 4;  // instructions issued at a time
 
 struct alignas(64) TensorMap { u64 words[16]; };
 
