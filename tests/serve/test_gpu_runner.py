@@ -67,6 +67,23 @@ def test_after_warmup_nothing_is_captured_or_compiled(monkeypatch: pytest.Monkey
     assert set(engine.runner._captured) == captured and not compiled  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_short_prompts_run_as_one_padded_step(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One and many prompts, greedily and with log-probabilities; together they fill the captured size."""
+    engine, network = engine_of("llama", enable_prefix_caching=False)
+    texts = prompts(count)
+    texts[-1] = (texts[-1] * 16)[: 16 - sum(map(len, texts[:-1])) % 16 or 16]
+    steps = []
+    for name in ("_run_prefill", "_run_mixed"):
+        run = getattr(engine.runner, name)
+        monkeypatch.setattr(engine.runner, name, lambda *args, run=run, name=name: steps.append(name) or run(*args))
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    assert answers(engine, texts, params) == [expected(network, text, 4) for text in texts]
+    seeded = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=2)
+    assert answers(engine, texts, seeded) == [expected(network, text, 4) for text in texts]
+    assert steps == ["_run_prefill"] * 2, steps
+
+
 def test_preemption_and_the_prefix_cache() -> None:
     engine, network = engine_of("llama", kv_cache_bytes=18 * 3 * 2 * 4 * 2 * 8 * 4)
     texts, params = prompts(3), SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)

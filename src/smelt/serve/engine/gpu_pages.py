@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +29,65 @@ class VarlenAttention:
 
     attend: Attend
     eager_logits: Callable[[Tensor, Tensor], Tensor]  # from ids and the rows that need logits
+
+
+MAX_PREFILL_CHUNKS = 16
+_TILE = 64  # query tokens per tile of attention, as PREFILL_TILES
+
+
+@dataclass(frozen=True)
+class PrefillInputs:
+    """Prompt chunks on the device, padded to fixed numbers of tokens and chunks, so that a CUDA graph can read them.
+
+    The padding is a last chunk without tokens; its slot, and that of tokens and rows of padding, is the padding slot.
+    """
+
+    token_ids: Tensor  # [size], as are slots and positions
+    slots: Tensor
+    positions: Tensor
+    logits_rows: Tensor  # [MAX_PREFILL_CHUNKS]: the tokens that need logits; the next: their slots
+    logits_slots: Tensor
+    cu_seqlens_q: Tensor  # [MAX_PREFILL_CHUNKS + 2]
+    seq_lens: Tensor  # [MAX_PREFILL_CHUNKS + 1], as is chunk_slots
+    chunk_slots: Tensor
+    tile_requests: Tensor  # [size / 64 + MAX_PREFILL_CHUNKS], as is tile_first
+    tile_first: Tensor
+
+    @classmethod
+    def split(cls, values: Tensor, size: int) -> PrefillInputs:
+        """View the parts of what `pack` returns."""
+        return cls(*values.split(cls._sizes(size)))
+
+    @classmethod
+    def pack(
+        cls, tokens: np.ndarray[Any, Any], chunks: Sequence[ScheduledChunk], rows: list[int], size: int,
+        padding_slot: int,
+    ) -> np.ndarray[Any, Any]:  # fmt: skip
+        """Return all parts as one int64 array; `tokens` [3, tokens] are the ids, slots and positions."""
+        sizes = cls._sizes(size)
+        values = np.zeros(sum(sizes), dtype=np.int64)
+        parts = np.split(values, np.cumsum(sizes)[:-1])
+        ids, slots, positions, logits_rows, logits_slots, cu_seqlens_q, seq_lens, chunk_slots, requests, first = parts
+        count = tokens.shape[1]
+        ids[:count], slots[:count], positions[:count] = tokens
+        slots[count:] = padding_slot
+        logits_rows[: len(rows)] = rows
+        logits_slots[: len(rows)], logits_slots[len(rows) :] = slots[rows], padding_slot
+        cu_seqlens_q[1 : len(chunks) + 1] = np.cumsum([chunk.count for chunk in chunks])
+        cu_seqlens_q[len(chunks) + 1 :] = count
+        seq_lens[: len(chunks)] = [chunk.start + chunk.count for chunk in chunks]
+        chunk_slots[: len(chunks)] = [chunk.request.slot for chunk in chunks]
+        chunk_slots[len(chunks) :] = padding_slot
+        tiles = [(number, start) for number, chunk in enumerate(chunks) for start in range(0, chunk.count, _TILE)]
+        requests[: len(tiles)] = [number for number, _ in tiles]
+        requests[len(tiles) :] = MAX_PREFILL_CHUNKS
+        first[: len(tiles)] = [start for _, start in tiles]
+        return values
+
+    @staticmethod
+    def _sizes(size: int) -> list[int]:
+        chunks, tiles = MAX_PREFILL_CHUNKS, size // _TILE + MAX_PREFILL_CHUNKS
+        return [size, size, size, chunks, chunks, chunks + 2, chunks + 1, chunks + 1, tiles, tiles]
 
 
 class GpuPages(Protocol):
@@ -132,6 +191,33 @@ class PagedGpuPages:
             return eager_logits(self._module, paged_attention_fn(self.cache, metadata), ids, positions, rows)
 
         return VarlenAttention(attend, logits)
+
+    def prefill_attention(self, inputs: PrefillInputs, network: FusedNetwork) -> Attend:
+        """Return attention of chunks that are described on the device alone, so that it can be captured."""
+        from smelt.kernels.gpu.paged import PREFILL_TILES, QueryTiles, paged_prefill
+        from smelt.kernels.gpu.rope import rope_and_store_kv
+
+        slots, positions = inputs.slots, inputs.positions
+        blocks = self._tables[slots, positions // self.block_size].long()
+        written = slots < len(self._tables) - 1  # -1: padding is not stored
+        slot_mapping = torch.where(written, blocks * self.block_size + positions % self.block_size, -1)
+        metadata = AttentionMetadata(
+            cu_seqlens_q=inputs.cu_seqlens_q, seq_lens=inputs.seq_lens, block_tables=self._tables[inputs.chunk_slots],
+            slot_mapping=slot_mapping, max_seq_len=self.max_model_len, query_lens=[],
+        )  # fmt: skip
+        tiles = QueryTiles(inputs.tile_requests, inputs.tile_first, *PREFILL_TILES)
+        assert tiles.block_m == _TILE
+
+        def attend(qkv: Tensor, part: Attention) -> Tensor:
+            keys, values, *_, kv_quant = self.cache.layer(part.layer)
+            rope = network.rotary_params(part)
+            queries = rope_and_store_kv(qkv, positions, slot_mapping, rope, keys, values, kv_quant=kv_quant)
+            output = paged_prefill(
+                queries, keys, values, metadata, part.scale, part.window, tiles=tiles, kv_quant=kv_quant
+            )
+            return output.flatten(1)
+
+        return attend
 
     def finish(self, batch: ScheduledBatch) -> None:
         """Do nothing: every token stays in its slot."""

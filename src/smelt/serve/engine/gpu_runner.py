@@ -1,4 +1,4 @@
-"""Run steps on a GPU without synchronizing: decode in CUDA graphs, prefill eagerly.
+"""Run steps on a GPU without synchronizing: decode and short prompts in CUDA graphs, other steps eagerly.
 
 A sampled token stays on the device, where the next step reads it, so that step can be launched before the host knows
 the token. Block tables are on the device as well; a step copies what changed.
@@ -18,7 +18,7 @@ from smelt.models.model import Model
 from smelt.runtime.decoder import build_decoder
 from smelt.serve.engine.adapters import Adapters, uses_adapters
 from smelt.serve.engine.block_table import ToDevice
-from smelt.serve.engine.gpu_pages import GpuPages
+from smelt.serve.engine.gpu_pages import MAX_PREFILL_CHUNKS, GpuPages, PagedGpuPages, PrefillInputs
 from smelt.serve.engine.request import Request
 from smelt.serve.engine.runner import InflightBatch, find_eos_token_ids, logits_indices, sampled_requests
 from smelt.serve.engine.sampler import SamplerOutput, sample
@@ -28,16 +28,19 @@ if TYPE_CHECKING:
     from smelt.runtime.gpu import Attend
 
 CAPTURE_SIZES = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 1025, 32))  # captured batch sizes
+# Captured numbers of prompt tokens. With more, the GPU computes longer than the host takes to launch its kernels.
+PREFILL_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 PagesFactory = Callable[[ToDevice], GpuPages]
 PLACEHOLDER_TOKEN_ID = -1  # of a token that only the device has: its request's last one
 
 
 @dataclass
 class _Graph:
-    """The decode step of one batch size, with the buffers it reads and writes."""
+    """The decode step of one batch size, or a prefill step of one number of tokens, with the buffers it reads and
+    writes."""
 
     graph: Any
-    inputs: Tensor  # [3, size], int64: slots, seq_lens, token ids
+    inputs: Tensor  # [3, size], int64: slots, seq_lens, token ids; or those of PrefillInputs
     tokens: Tensor  # [size]
     logits: Tensor  # [size, vocabulary]
 
@@ -81,6 +84,7 @@ class GpuRunner:
         self.cuda_graphs = cuda_graphs and model.device.type == "cuda"
         self._last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)
         self._captured: dict[int, _Graph] = {}
+        self._captured_prefill: dict[int, _Graph] = {}
         self._pool = (
             torch.cuda.graph_pool_handle() if self.cuda_graphs else None
         )  # shared: graphs never run concurrently
@@ -93,6 +97,8 @@ class GpuRunner:
     def warmup(self) -> None:
         """Capture every batch size, the largest first: the others reuse its memory."""
         if self.cuda_graphs:
+            for size in reversed(PREFILL_SIZES if isinstance(self.pages, PagedGpuPages) else ()):
+                self._captured_prefill_graph(size)
             max_size = next(size for size in CAPTURE_SIZES if size >= min(self.max_num_seqs, CAPTURE_SIZES[-1]))
             for size in reversed([size for size in CAPTURE_SIZES if size <= max_size]):
                 self._captured_graph(size)
@@ -105,6 +111,8 @@ class GpuRunner:
         with_adapters = self.adapters is not None and uses_adapters(batch.chunks)
         if len(requests) == len(batch.chunks) == batch.tokens <= CAPTURE_SIZES[-1] and not with_adapters:
             output: SamplerOutput | None = self._run_decode(batch.chunks)
+        elif self._is_short_prefill(batch) and not with_adapters:
+            output = self._run_prefill(batch.chunks, requests)
         else:
             output = self._run_mixed(batch.chunks, requests, with_adapters)
         self.pages.finish(batch)
@@ -137,14 +145,17 @@ class GpuRunner:
         if size not in self._captured:
             inputs = torch.zeros(3, size, dtype=torch.int64, device=self.device)
             inputs[0] = self.max_num_seqs
-            for _ in range(2):  # compile and autotune before the capture
-                self._forward_decode(inputs)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                tokens, logits = self._forward_decode(inputs)
-            self._captured[size] = _Graph(graph, inputs, tokens, logits)
+            self._captured[size] = self._capture(inputs, self._forward_decode)
         return self._captured[size]
+
+    def _capture(self, inputs: Tensor, forward: Callable[[Tensor], tuple[Tensor, Tensor]]) -> _Graph:
+        for _ in range(2):  # compile and autotune before the capture
+            forward(inputs)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            tokens, logits = forward(inputs)
+        return _Graph(graph, inputs, tokens, logits)
 
     def _forward_decode(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Run a decode step on the device; return tokens [size] and logits [size, vocabulary]."""
@@ -155,6 +166,54 @@ class GpuRunner:
         hidden = self.network.hidden(embed(token_ids, slots, self._last_tokens, self.network.decoder.embedding), attend)
         logits = self.network.logits(hidden)
         return argmax_tokens(logits, slots, self._last_tokens), logits
+
+    def _is_short_prefill(self, batch: ScheduledBatch) -> bool:
+        """Return whether a captured graph can compute a step: prompt chunks, and perhaps a few decode tokens."""
+        if (
+            not isinstance(self.pages, PagedGpuPages)
+            or batch.tokens > PREFILL_SIZES[-1]
+            or len(batch.chunks) > MAX_PREFILL_CHUNKS
+        ):
+            return False
+        return not any(map(_is_long, batch.chunks))
+
+    def _run_prefill(self, chunks: list[ScheduledChunk], requests: list[Request]) -> SamplerOutput | None:
+        """Compute prompt chunks, padded to a captured number of tokens."""
+        tokens, rows = _build_token_inputs(chunks), logits_indices(chunks)
+        size = next(size for size in PREFILL_SIZES if size >= tokens.shape[1])
+        values = self._to_device(PrefillInputs.pack(tokens, chunks, rows, size, self.max_num_seqs))
+        if self.cuda_graphs:
+            captured = self._captured_prefill_graph(size)
+            captured.inputs.copy_(values)
+            captured.graph.replay()
+            first_tokens, logits = captured.tokens, captured.logits
+        else:
+            first_tokens, logits = self._forward_prefill(values, size)
+        if not requests:
+            return None
+        if all(request.sampling.plain for request in requests):
+            return SamplerOutput(first_tokens[: len(requests)].clone())
+        output = sample(logits[: len(requests)], requests, self.eos_token_ids)
+        self._last_tokens[PrefillInputs.split(values, size).logits_slots[: len(requests)]] = output.tokens
+        return output
+
+    def _captured_prefill_graph(self, size: int) -> _Graph:
+        if size not in self._captured_prefill:
+            tokens = np.zeros((3, 0), dtype=np.int64)
+            inputs = self._to_device(PrefillInputs.pack(tokens, [], [], size, self.max_num_seqs))
+            self._captured_prefill[size] = self._capture(inputs, lambda values: self._forward_prefill(values, size))
+        return self._captured_prefill[size]
+
+    def _forward_prefill(self, values: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Run a prefill step on the device; return tokens and logits of the rows, padded."""
+        from smelt.kernels.gpu.fused_ops import argmax_tokens, embed
+
+        inputs = PrefillInputs.split(values, size)
+        assert isinstance(self.pages, PagedGpuPages)
+        attend = self.pages.prefill_attention(inputs, self.network)
+        embedded = embed(inputs.token_ids, inputs.slots, self._last_tokens, self.network.decoder.embedding)
+        logits = self.network.logits(self.network.hidden(embedded, attend)[inputs.logits_rows])
+        return argmax_tokens(logits, inputs.logits_slots, self._last_tokens), logits
 
     def _run_mixed(
         self, chunks: list[ScheduledChunk], requests: list[Request], with_adapters: bool
@@ -198,6 +257,12 @@ class GpuRunner:
         """Copy an array to the device asynchronously."""
         tensor = torch.from_numpy(np.ascontiguousarray(values))
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor.clone()
+
+
+def _is_long(chunk: ScheduledChunk) -> bool:
+    """Return whether attention of a chunk takes other tiles than the captured ones, or the decode kernel."""
+    seq_len = chunk.start + chunk.count
+    return (chunk.count >= 512 and seq_len >= 2048) or (chunk.count == 1 and seq_len >= 4096)
 
 
 def _decode_inputs(request: Request, position: int) -> tuple[int, int, int]:
