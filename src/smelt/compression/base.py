@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -161,6 +161,10 @@ class Method(ABC):
     @classmethod
     def config_schema(cls) -> dict[str, Any]:
         return METHODS.json_schema()
+
+    def for_device(self, device: str) -> Self:
+        """Return the step with the defaults that depend on the device filled in."""
+        return self
 
     def to_json(self) -> dict[str, Any]:
         """Return the parameters as a step of a recipe."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 
 import smelt.compression.pruning  # noqa: F401  (puts the methods on the list)
 from smelt.compression.base import METHODS, MethodContext
@@ -15,7 +16,7 @@ from smelt.errors import BudgetError, RecipeError
 from smelt.measure.cost import Workload, block_cost
 from smelt.models.load import load
 from smelt.models.model import Model
-from tests.tiny import BUILDS, TRANSFORMERS, inputs, labeled
+from tests.tiny import BUILDS, DECODER, TRANSFORMERS, build_network, inputs, labeled
 
 SETTINGS: list[dict[str, Any]] = [
     {"method": "random"},
@@ -76,6 +77,33 @@ def test_the_search_keeps_widths_at_multiples() -> None:
     model = run("bert", {"method": "fisher", "budget": {"macs": 0.6}, "ffn_multiple": 8, "head_multiple": 2})
     parts = model.anatomy.parts
     assert all(part.units % (2 if part.kind == "heads" else 8) == 0 for part in parts)
+
+
+def wide_llama(**more: Any) -> Model:
+    sizes = {"intermediate_size": 1040, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 8}
+    return Model(build_network(hf.LlamaForCausalLM, hf.LlamaConfig(**{**DECODER, **sizes, **more})))
+
+
+@pytest.mark.parametrize(("device", "channels", "heads"), [("cpu", 32, 4), ("cuda:0", 128, 1)])
+@pytest.mark.parametrize("method", ["magnitude", "wanda-sp", "flap", "fisher"])
+def test_widths_suit_the_device_by_default(method: str, device: str, channels: int, heads: int) -> None:
+    """128 columns are 16 of these heads: too few would be left to choose from."""
+    model, context = wide_llama(), MethodContext(batches=[labeled("llama", i) for i in range(4)])
+    step = METHODS.build({"method": method, "seq_len": 11, "repair": "none", "budget": {"parameters": 0.7}})
+    chosen = step.for_device(device)
+    assert chosen.to_json()["alignment"] == channels and chosen.for_device("cpu") == chosen
+    chosen.apply(model, context)
+    pruned = [part for part in model.anatomy.parts if part.units < part.original_units]
+    for part in pruned:
+        assert part.units % (heads if part.kind == "heads" else channels) == 0
+    assert any(part.kind == "ffn_channels" for part in pruned)
+
+
+def test_given_multiples_and_narrow_parts_are_not_aligned() -> None:
+    settings = {"method": "random", "seq_len": 11, "budget": {"parameters": 0.7}}
+    for model, more in ((wide_llama(), {"ffn_multiple": 1}), (wide_llama(intermediate_size=250), {})):
+        METHODS.build({**settings, **more}).apply(model, MethodContext())
+        assert any(part.units % 32 for part in model.anatomy.parts if part.kind != "heads")
 
 
 def test_a_decoder_keeps_its_outer_layers_and_half_of_every_layer() -> None:

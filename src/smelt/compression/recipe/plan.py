@@ -84,7 +84,9 @@ class CompressionPlan:
 
 
 def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> CompressionPlan:
-    """Plan a run of the recipe on a model, to be written to a folder."""
+    """Plan a run of the recipe on a model, to be written to a folder; on a CPU unless the recipe was made for another
+    device."""
+    recipe = recipe.for_device("cpu")
     network = skeleton(source)
     anatomy = anatomy_of(network)
     check_steps(skeleton(source), recipe)

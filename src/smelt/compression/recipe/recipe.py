@@ -98,6 +98,10 @@ class Recipe:
         except RecipeError as error:
             raise RecipeError(f"{path}: {error}") from error
 
+    def for_device(self, device: str) -> Recipe:
+        """Return the recipe with the defaults that depend on the device filled in."""
+        return dataclasses.replace(self, steps=tuple(step.for_device(device) for step in self.steps))
+
     def to_json(self) -> dict[str, Any]:
         """Return the whole recipe as plain data, defaults spelled out."""
         return {

@@ -90,6 +90,7 @@ def compress(
     are those of the passport of an earlier run, to repeat them instead of searching.
     """
     folder = Path(folder)
+    recipe = recipe.for_device(device)
     work = WorkFolder(folder, source, say)
     run = _Run(source, recipe, work, device, offload, progress or NullProgress(), say)
     run.passport = PassportBuilder(source, recipe.to_json(), device, offload, sign_key, choices or {})
