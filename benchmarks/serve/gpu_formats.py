@@ -1,0 +1,169 @@
+"""Compressed models on one GPU against the model they came from: the engine with every format, at every batch size.
+
+    PYTHONPATH=src:benchmarks:benchmarks/serve python benchmarks/serve/gpu_formats.py [--models bf16 int4 ...]
+
+The Llama 8B shape with random weights, 256 tokens in, 256 out, greedy. Every row has its own engine, as `smelt serve`
+builds it; the baseline, bf16, runs in the same process before the others. Pruned models have a quarter of the blocks'
+parameters removed by `magnitude` with the defaults of a recipe on this device. Requests arrive all at once: the time to
+first token is the median over them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from common import copy_bandwidth, previous_rows, table, write
+from gpu_engine import ANSWER, CONTEXT, PROMPT, SEED, prompts, random_network
+from torch import nn
+
+from smelt.compression.base import MethodContext
+from smelt.compression.budget import Budget
+from smelt.compression.pruning.magnitude import Magnitude
+from smelt.models.model import Model
+from smelt.models.quantized import QuantizationScheme, QuantizedLinear
+from smelt.numerics import get_format
+from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.sampling_params import SamplingParams
+
+STREAMS = (1, 4, 16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A compressed model: the formats of its linear layers, lm_head excepted, and of its KV cache."""
+
+    weight: str | None = None
+    inputs: str | None = None
+    pruned: bool = False
+    kv_dtype: str | None = None
+
+
+VARIANTS = {
+    "bf16": Variant(),
+    "int4": Variant("int4/128@float16"),
+    "int3": Variant("int3/128@float16"),
+    "int2": Variant("int2/128@float16"),
+    "int8": Variant("int8/128@float16"),
+    "nvfp4": Variant("nvfp4"),
+    "mxfp4": Variant("mxfp4"),
+    "nf4": Variant("nf4"),
+    "w8a8-int8": Variant("int8/row", "int8"),
+    "w8a8-fp8": Variant("fp8-e4m3", "fp8-e4m3"),
+    "w4a8-int8": Variant("int4/row", "int8"),
+    "pruned": Variant(pruned=True),
+    "pruned-int4": Variant("int4/128@float16", pruned=True),
+    "pruned-fp8": Variant("fp8-e4m3", "fp8-e4m3", pruned=True),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--streams", nargs="+", type=int, default=list(STREAMS))
+    parser.add_argument("--resume", action="store_true")
+    options = parser.parse_args()
+    rows = previous_rows("serve_gpu_formats", options.resume)
+    bandwidth = copy_bandwidth()
+    for name in options.models:
+        rows += measure(name, VARIANTS[name], options.streams, bandwidth)
+        write("serve_gpu_formats", rows, text(rows, bandwidth))
+        gc.collect()  # an engine and its captured graphs refer to each other
+        torch.cuda.empty_cache()
+
+
+def build(variant: Variant) -> Any:
+    network = random_network("8b")
+    if variant.pruned:
+        Magnitude(budget=Budget("parameters", 0.75)).apply(Model(network), MethodContext(seed=SEED))
+    if variant.weight is not None:
+        inputs = None if variant.inputs is None else get_format(variant.inputs)
+        scheme = QuantizationScheme(get_format(variant.weight), inputs)
+        for block in network.model.layers:
+            for path, module in list(block.named_modules()):
+                if isinstance(module, nn.Linear):
+                    quantized = scheme.weight.quantize(module.weight.data.float())
+                    layer = QuantizedLinear.from_quantized(quantized, scheme, bias=None, dtype=torch.bfloat16)
+                    parent, _, child = path.rpartition(".")
+                    setattr(block.get_submodule(parent), child, layer)
+    return network
+
+
+def weight_bytes(network: Any) -> int:
+    """Return the bytes that a decode step reads: all weights but the table of embeddings."""
+    stored = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
+    return stored - network.get_input_embeddings().weight.nbytes
+
+
+def measure(name: str, variant: Variant, streams: list[int], bandwidth: float) -> list[dict[str, Any]]:
+    network = build(variant)
+    stored = weight_bytes(network)
+    start = time.perf_counter()
+    engine = Engine(
+        Model(network), max_model_len=CONTEXT, max_num_seqs=256, max_num_batched_tokens=8192, kv_cache_bytes=40 * 10**9,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    assert engine.runner.backend == "fused-gpu with CUDA graphs", engine.runner.backend
+    torch.cuda.synchronize()
+    loading = time.perf_counter() - start
+    kernels = sorted({layer.backend for layer in network.modules() if isinstance(layer, QuantizedLinear)})
+    rows = []
+    for count in streams:
+        generate(engine, count, 12)  # warmup: capture and compile
+        seconds, decoding, first = generate(engine, count, ANSWER)
+        rows.append({
+            "model": name, "streams": count, "tokens_per_second": count * ANSWER / seconds, "decode_ms": 1e3 * decoding,
+            "first_token_ms": 1e3 * first, "share_of_roofline": stored / decoding / bandwidth, "weight_bytes": stored,
+            "engine_seconds": loading, "kernels": kernels,
+        })  # fmt: skip
+        print(rows[-1], flush=True)
+    return rows
+
+
+def generate(engine: Engine, streams: int, answer: int) -> tuple[float, float, float]:
+    """Return the total seconds, the median time of a decode step, and of a first token."""
+    sampling = SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    requests = [engine.submit(prompt, sampling)[0] for prompt in prompts(streams)]
+    waiting, first, times, last = set(requests), [], [], start
+    while engine.busy:
+        engine.step()
+        now = time.perf_counter()
+        times.append(now - last)
+        last = now
+        started = {request for request in waiting if request.output}
+        first += [now - start] * len(started)
+        waiting -= started
+    assert all(len(request.output) == answer for request in requests)
+    return last - start, statistics.median(times[len(times) // 4 : -2]), statistics.median(first)
+
+
+def text(rows: list[dict[str, Any]], bandwidth: float) -> str:
+    dense = {row["streams"]: row for row in rows if row["model"] == "bf16"}
+    cells = []
+    for row in rows:
+        base = dense.get(row["streams"])
+        faster = f"{row['tokens_per_second'] / base['tokens_per_second']:.2f}x" if base else ""
+        later = f"{row['first_token_ms'] / base['first_token_ms']:.2f}x" if base else ""
+        cells.append([
+            row["model"], str(row["streams"]), f"{row['tokens_per_second']:,.0f}", faster, f"{row['decode_ms']:.2f}",
+            f"{row['first_token_ms']:.1f}", later, f"{row['share_of_roofline']:.0%}",
+        ])  # fmt: skip
+    headings = ["model", "streams", "tokens/s", "against bf16", "decode step, ms", "first token, ms", "against bf16"]
+    return (
+        "# Compressed models on one GPU\n\n"
+        f"Llama 8B shape, random weights, seed {SEED}, {PROMPT} tokens in, {ANSWER} out, greedy; tokens generated over "
+        "the total time, prompts included. `of copy bandwidth` counts the bytes of the stored weights, embeddings "
+        f"excepted, per decode step; a copy reaches {bandwidth / 1e12:.2f} TB/s.\n\n"
+        + table([*headings, "of copy bandwidth"], cells)
+    )
+
+
+if __name__ == "__main__":
+    main()
