@@ -17,7 +17,9 @@ import smelt
 from smelt.compression.base import MethodContext
 from smelt.compression.quantization.rtn import RoundToNearest
 from smelt.errors import ConfigError, ModelError, RequestError, SmeltError
+from smelt.kernels import linear
 from smelt.models.model import Model
+from smelt.models.quantized import quantized_layers
 from smelt.serve.engine.config import EngineConfig, KVCacheConfig
 from smelt.serve.engine.engine import Engine, RequestOutput
 from smelt.serve.engine.request import Request, RequestStatus
@@ -191,6 +193,25 @@ def test_a_pruned_network_with_per_layer_widths(empty: tuple[str, ...]) -> None:
     cut(network, random_masks(network, empty=empty))
     reference = [expected(network, prompt) for prompt in prompts()]
     assert answers(Engine(Model(network), **SMALL), prompts()) == reference
+
+
+def test_layers_without_a_kernel_are_dequantized_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a machine without a compiler: one warning, the same tokens, and nothing is unpacked at a step."""
+    monkeypatch.setattr(linear, "_kernels", {})
+    monkeypatch.setattr(linear, "_unloaded", [])
+    network = BUILDS["llama"]()
+    RoundToNearest(bits=8, group_size=16, input_activations="int8").apply(Model(network), MethodContext())
+    reference = [expected(network, text) for text in prompts()]
+    engine = Engine(Model(network), compiled=False, **SMALL)
+    layers = list(quantized_layers(network).values())
+    assert {layer.backend for layer in layers} == {"dequantized at load"}
+    unpacked = []
+    monkeypatch.setattr(linear.ReferenceLinear, "run", lambda *args: unpacked.append(args))
+    assert answers(engine, prompts()) == reference and not unpacked
+    (warning,) = caplog.messages
+    assert warning.startswith(f"{len(layers)} of {len(layers)} quantized layers (int8-asym/16@float16)"), warning
 
 
 def test_a_quantized_network() -> None:

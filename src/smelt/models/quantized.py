@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from smelt.errors import FormatError, ModelError
-from smelt.kernels.dispatch import forced_backend
+from smelt.kernels.dispatch import REFERENCE, forced_backend
 from smelt.kernels.hadamard import hadamard_transform
 from smelt.kernels.linear import ActivationQuant, LinearKernel, PackedMatrix, select_kernel
 from smelt.numerics.catalog import format_name, get_format
@@ -265,6 +266,23 @@ class QuantizedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.scheme.to_json()}"
+
+
+def dequantize_without_kernel(network: nn.Module, dtype: torch.dtype) -> list[QuantizedLinear]:
+    """Dequantize the weights of layers that have no kernel here, once, instead of at every forward; return the layers.
+
+    The packed weights are freed. Nothing happens while a backend is forced.
+    """
+    layers = [] if forced_backend() else [layer for layer in quantized_layers(network).values() if not layer.moved]
+    plain = [layer for layer in layers if select_kernel(layer.packed, layer.inputs, dtype).name == REFERENCE]
+    for layer in plain:
+        weight, inputs = layer.weight.to(dtype), layer.inputs
+        layer.move_weights(partial(_multiply, weight, inputs), slice(None), "dequantized at load")
+    return plain
+
+
+def _multiply(weight: Tensor, inputs: ActivationQuant | None, x: Tensor) -> Tensor:
+    return F.linear(x if inputs is None else inputs.fake_quantize(x), weight.to(x.dtype))
 
 
 @contextmanager

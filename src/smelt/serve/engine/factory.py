@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ from smelt.kvcache.streaming.config import BoundedCacheConfig
 from smelt.kvcache.streaming.infinipot import InfiniPotCompressor
 from smelt.measure.memory import free_memory
 from smelt.models.model import Model
+from smelt.models.quantized import dequantize_without_kernel, quantized_layers
+from smelt.numerics.catalog import format_name
 from smelt.runtime import decoder
 from smelt.serve.engine.adapters import Adapters
 from smelt.serve.engine.attention import block_bytes, kv_quant_format, row_bytes
@@ -37,6 +40,7 @@ from smelt.serve.engine.scheduler import ScheduledBatch, Scheduler
 from smelt.serve.engine.sparse_runner import SparseRunner
 from smelt.serve.engine.tensor_parallel import RunnerSizes, TensorParallelRunner
 
+log = logging.getLogger("smelt.engine")
 CACHE_SHARE = {"cpu": 0.3, "cuda": 0.8}  # of the free memory: the default size of the KV cache
 
 
@@ -114,12 +118,28 @@ def build(model: Model, config: EngineConfig, adapters: Adapters) -> tuple[Sched
     resolved = _ResolvedConfig(model, config, adapters, config.resolve_max_model_len(model), dtype)
     cache = config.kv_cache
     if cache.kv_token_cap is not None:
-        return _build_bounded(resolved, cache.kv_token_cap)
-    if cache.page_selection is not None:
-        return _build_sparse(resolved, cache.page_selection)
-    if cache.kv_profile is not None:
-        return _build_per_head(resolved, eviction_policy(model, cache))
-    return _build_paged(resolved)
+        built = _build_bounded(resolved, cache.kv_token_cap)
+    elif cache.page_selection is not None:
+        built = _build_sparse(resolved, cache.page_selection)
+    elif cache.kv_profile is not None:
+        built = _build_per_head(resolved, eviction_policy(model, cache))
+    else:
+        built = _build_paged(resolved)
+    if config.tensor_parallel_size == 1:
+        _dequantize_plain_layers(model)
+    return built
+
+
+def _dequantize_plain_layers(model: Model) -> None:
+    """Dequantize layers without a kernel once; without this, every step would."""
+    total = len(quantized_layers(model.network))
+    plain = dequantize_without_kernel(model.network, model.network.dtype)
+    if plain:
+        formats = ", ".join(sorted({format_name(layer.scheme.weight) for layer in plain}))
+        log.warning(
+            "%d of %d quantized layers (%s) have no kernel on this device, so their weights were dequantized at load: "
+            "they take as much memory and time as those of the dense model.", len(plain), total, formats,
+        )  # fmt: skip
 
 
 def _build_paged(resolved: _ResolvedConfig) -> tuple[Scheduler, Runner]:
