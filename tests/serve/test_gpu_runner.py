@@ -15,7 +15,16 @@ import torch
 from tests.kernels.triton_device import DEVICE, HALF, distance  # isort: skip  (before anything imports Triton)
 
 from smelt.kernels.attention_metadata import AttentionMetadata
-from smelt.kernels.gpu.fused_ops import add_rms_norm, argmax_tokens, embed, silu_and_mul
+from smelt.kernels.gpu import launch
+from smelt.kernels.gpu.activations import RowQuant
+from smelt.kernels.gpu.fused_ops import (
+    add_rms_norm,
+    add_rms_norm_quantize,
+    argmax_tokens,
+    embed,
+    silu_and_mul,
+    silu_and_mul_quantize,
+)
 from smelt.kernels.gpu.paged import DecodeMetadata, num_splits, paged_decode, paged_prefill
 from smelt.kernels.gpu.rope import RotaryParams, rope_and_store_kv
 from smelt.kernels.gpu.vector import fused_gemv
@@ -295,6 +304,35 @@ def test_small_operations() -> None:
     gate_up = torch.randn(3, 72)
     actual = silu_and_mul(gate_up.to(DEVICE)).cpu()
     assert torch.allclose(actual, torch.nn.functional.silu(gate_up[:, :36]) * gate_up[:, 36:], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "quant",
+    [
+        RowQuant(torch.int8, 127.0, "float32"),
+        RowQuant(torch.int8, 127.5, "float16", clip_ratio=0.9),
+        RowQuant(torch.int8, 127.0, "float32", torch.full((1,), 0.02, device=DEVICE)),
+        RowQuant(torch.float8_e4m3fn, 448.0, "bfloat16"),
+    ],
+)
+def test_fused_quantization_equals_a_kernel_of_its_own(quant: RowQuant) -> None:
+    hidden, residual, gate_up = (torch.randn(5, width, device=DEVICE, dtype=HALF) for width in (200, 200, 400))
+    hidden[1], residual[1], gate_up[1] = 0.0, 0.0, 0.0
+    hidden[2, 3] = gate_up[2, 3] = float("nan")
+    gate_up[3, 7] = 1e4
+    weight = torch.rand(200, device=DEVICE, dtype=HALF)
+    normed = add_rms_norm_quantize(hidden.clone(), residual, weight, 1e-5, quant)
+    gated = silu_and_mul_quantize(gate_up, quant)
+    for fused, plain in (
+        (normed, add_rms_norm(hidden.clone(), residual, weight, 1e-5)),
+        (gated, silu_and_mul(gate_up)),
+    ):
+        codes, scales = launch.quantize_rows(
+            plain, quant.dtype, quant.amax_code, quant.scale_dtype, quant.static_scale, quant.clip_ratio
+        )
+        assert torch.equal(fused.codes.view(torch.int8), codes.view(torch.int8)) and fused.dtype == HALF
+        torch.testing.assert_close(fused.scales, scales, rtol=0, atol=0, equal_nan=True)
+        assert scales[2].isnan() and not scales[[0, 1, 3, 4]].isnan().any()
 
 
 def test_argmax_returns_the_first_of_equal_tokens() -> None:

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from smelt.kernels.dispatch import forced_backend
-from smelt.kernels.gpu.fused_ops import add_rms_norm, silu_and_mul
+from smelt.kernels.gpu.activations import QuantizedRows, RowQuant
+from smelt.kernels.gpu.fused_ops import (
+    MAX_QUANTIZED_WIDTH,
+    add_rms_norm,
+    add_rms_norm_quantize,
+    silu_and_mul,
+    silu_and_mul_quantize,
+)
 from smelt.kernels.gpu.hopper_linear import HopperLinear
 from smelt.kernels.gpu.rope import RotaryParams
 from smelt.kernels.gpu.vector import fused_gemv
@@ -45,8 +52,9 @@ class FusedNetwork:
         for part, first, second in zip(
             self.decoder.parts, self._input_projections, self._output_projections, strict=True
         ):
+            y: Tensor | QuantizedRows
             if isinstance(part, FeedForward):
-                y = first.norm_forward_gated(hidden, residual, part.norm)
+                y = first.norm_forward_gated(hidden, residual, part.norm, second.quant)
             else:
                 y = attend(first.norm_forward(hidden, residual, part.norm), part)
             residual = second.forward_add(y, hidden)
@@ -71,28 +79,44 @@ class _FusedLinear:
         self.layers = list(layers) if merged is None else [merged]
         self.plain = merged is not None and type(merged) is nn.Linear
 
+    @property
+    def quant(self) -> RowQuant | None:
+        """How the operation before should quantize the inputs; None: not."""
+        return None if self.product is None else self.product.quant
+
     def norm_forward(self, hidden: Tensor, residual: Tensor | None, norm: Norm) -> Tensor:
         """Project the norm of hidden + residual; the sum replaces hidden in place."""
         if self.plain and len(hidden) == 1:
             return self._gemv(_add_residual(hidden, residual), norm=norm.weight, epsilon=norm.epsilon)
-        return self(add_rms_norm(hidden, residual, norm.weight, norm.epsilon))
+        return self(self._norm(hidden, residual, norm))
 
-    def norm_forward_gated(self, hidden: Tensor, residual: Tensor | None, norm: Norm) -> Tensor:
-        """Do the same, then gate: the first half of the output columns gates the second."""
+    def norm_forward_gated(
+        self, hidden: Tensor, residual: Tensor | None, norm: Norm, quant: RowQuant | None
+    ) -> Tensor | QuantizedRows:
+        """Do the same, then gate: the first half of the output columns gates the second; then quantize, if asked."""
         if self.plain and len(hidden) == 1 and self.layers[0].bias is None:
             return self._gemv(_add_residual(hidden, residual), norm=norm.weight, epsilon=norm.epsilon, gated=True)
-        return silu_and_mul(self(add_rms_norm(hidden, residual, norm.weight, norm.epsilon)))
+        gate_up = self(self._norm(hidden, residual, norm))
+        if quant is not None and gate_up.shape[1] // 2 <= MAX_QUANTIZED_WIDTH:
+            return silu_and_mul_quantize(gate_up, quant)
+        return silu_and_mul(gate_up)
 
-    def forward_add(self, x: Tensor, hidden: Tensor) -> Tensor | None:
+    def _norm(self, hidden: Tensor, residual: Tensor | None, norm: Norm) -> Tensor | QuantizedRows:
+        if self.quant is not None and hidden.shape[1] <= MAX_QUANTIZED_WIDTH:
+            return add_rms_norm_quantize(hidden, residual, norm.weight, norm.epsilon, self.quant)
+        return add_rms_norm(hidden, residual, norm.weight, norm.epsilon)
+
+    def forward_add(self, x: Tensor | QuantizedRows, hidden: Tensor) -> Tensor | None:
         """Project x; return what is still to be added to hidden, or None if the kernel has added it."""
-        if self.plain and len(x) == 1:
+        if self.plain and len(x) == 1 and isinstance(x, Tensor):
             self._gemv(x, residual=hidden)
             return None
         return self(x)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | QuantizedRows) -> Tensor:
         if self.product is not None:
             return self.product(x, self.layers[0].bias)  # type: ignore[arg-type]
+        assert isinstance(x, Tensor)
         outputs = [layer(x) for layer in self.layers]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 

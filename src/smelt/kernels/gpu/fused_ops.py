@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from smelt.kernels.gpu.arch import UNALIGNED_ARGS
+from smelt.kernels.gpu.activations import QuantizedRows, RowQuant, store_quantized
+from smelt.kernels.gpu.arch import PDL, UNALIGNED_ARGS
+
+MAX_QUANTIZED_WIDTH = 16384  # of a row that one program holds in registers
 
 
 @triton.jit
 def add_rms_norm_kernel(  # type: ignore[no-untyped-def]
-    hidden, residual, weight, result, width, epsilon, ADD: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Add `residual` to `hidden`, then apply RMSNorm. One token per program."""
+    hidden, residual, weight, result, scales, static_scale, width, epsilon, clip_ratio, ADD: tl.constexpr,
+    NORM: tl.constexpr, AMAX_CODE: tl.constexpr, SCALE_DTYPE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Add `residual` to `hidden`, then apply RMSNorm, then quantize if AMAX_CODE is not 0. One token per program."""
     token, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = lane < width
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     address = hidden + token * width + lane
     x = tl.load(address, mask=inside, other=0.0)
     if ADD:
@@ -28,7 +38,13 @@ def add_rms_norm_kernel(  # type: ignore[no-untyped-def]
         x32 = x.to(tl.float32)
         normed = x32 * tl.rsqrt(tl.sum(x32 * x32, axis=0) / width + epsilon)
         scaled = normed * tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
-        tl.store(result + token * width + lane, scaled.to(result.dtype.element_ty), mask=inside)
+        if AMAX_CODE > 0.0:
+            rounded = scaled.to(x.dtype).to(tl.float32)
+            store_quantized(
+                rounded, inside, result, scales, token, width, lane, static_scale, clip_ratio, AMAX_CODE, SCALE_DTYPE
+            )
+        else:
+            tl.store(result + token * width + lane, scaled.to(result.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED_ARGS)
@@ -44,14 +60,27 @@ def embed_kernel(token_ids, slots, last_tokens, embeddings, result, width, BLOCK
 
 
 @triton.jit
-def silu_and_mul_kernel(gate_up, result, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Compute silu(gate) * up, concatenated in `gate_up`."""
+def silu_and_mul_kernel(  # type: ignore[no-untyped-def]
+    gate_up, result, scales, static_scale, width, clip_ratio, AMAX_CODE: tl.constexpr, SCALE_DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute silu(gate) * up, concatenated in `gate_up`; quantize it if AMAX_CODE is not 0: then one token per
+    program."""
     token, lane = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < width
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     gate = tl.load(gate_up + token * 2 * width + lane, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + token * 2 * width + width + lane, mask=inside, other=0.0).to(tl.float32)
     activated = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(result + token * width + lane, activated.to(result.dtype.element_ty), mask=inside)
+    if AMAX_CODE > 0.0:
+        rounded = activated.to(gate_up.dtype.element_ty).to(tl.float32)
+        store_quantized(
+            rounded, inside, result, scales, token, width, lane, static_scale, clip_ratio, AMAX_CODE, SCALE_DTYPE
+        )
+    else:
+        tl.store(result + token * width + lane, activated.to(result.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -101,14 +130,31 @@ def embed(token_ids: Tensor, slots: Tensor, last_tokens: Tensor, embeddings: Ten
 
 def add_rms_norm(hidden: Tensor, residual: Tensor | None, weight: Tensor | None, epsilon: float) -> Tensor:
     """Add to the hidden states [tokens, width] in place and return their RMSNorm (unchanged without a weight)."""
-    tokens, width = hidden.shape
     result = hidden if weight is None else torch.empty_like(hidden)
+    _launch_norm(hidden, residual, weight, epsilon, result, None, None)
+    return result
+
+
+def add_rms_norm_quantize(
+    hidden: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, quant: RowQuant
+) -> QuantizedRows:
+    """Add to the hidden states in place and return their RMSNorm, quantized by rows."""
+    result = QuantizedRows.empty(hidden, hidden.shape[1], quant)
+    _launch_norm(hidden, residual, weight, epsilon, result.codes, result.scales, quant)
+    return result
+
+
+def _launch_norm(
+    hidden: Tensor, residual: Tensor | None, weight: Tensor | None, epsilon: float, result: Tensor,
+    scales: Tensor | None, quant: RowQuant | None,
+) -> None:  # fmt: skip
+    tokens, width = hidden.shape
     padded = triton.next_power_of_2(width)
     add_rms_norm_kernel[(tokens,)](
-        hidden, residual, weight, result, width, epsilon, ADD=residual is not None, NORM=weight is not None,
-        BLOCK=padded, num_warps=max(1, min(8, padded // 512)),
+        hidden, residual, weight, result, scales, quant and quant.static_scale, width, epsilon,
+        quant.clip_ratio if quant else 1.0, ADD=residual is not None, NORM=weight is not None, **_constants(quant),
+        BLOCK=padded, PDL=PDL, num_warps=max(1, min(8, padded // 512)), launch_pdl=PDL,
     )  # fmt: skip
-    return result
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -116,5 +162,23 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     result = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     tile = min(1024, triton.next_power_of_2(width))
-    silu_and_mul_kernel[(tokens, triton.cdiv(width, tile))](gate_up, result, width, BLOCK=tile, num_warps=4)
+    silu_and_mul_kernel[(tokens, triton.cdiv(width, tile))](
+        gate_up, result, None, None, width, 1.0, **_constants(None), BLOCK=tile, PDL=PDL, num_warps=4, launch_pdl=PDL
+    )
     return result
+
+
+def silu_and_mul_quantize(gate_up: Tensor, quant: RowQuant) -> QuantizedRows:
+    """Compute silu(gate) * up: [tokens, 2 * width] -> [tokens, width], quantized by rows; width is at most
+    MAX_QUANTIZED_WIDTH."""
+    width = gate_up.shape[1] // 2
+    result, tile = QuantizedRows.empty(gate_up, width, quant), triton.next_power_of_2(width)
+    silu_and_mul_kernel[(len(gate_up), 1)](
+        gate_up, result.codes, result.scales, quant.static_scale, width, quant.clip_ratio, **_constants(quant),
+        BLOCK=tile, PDL=PDL, num_warps=max(1, min(16, tile // 512)), launch_pdl=PDL,
+    )  # fmt: skip
+    return result
+
+
+def _constants(quant: RowQuant | None) -> dict[str, Any]:
+    return {"AMAX_CODE": quant.amax_code if quant else 0.0, "SCALE_DTYPE": quant.scale_dtype if quant else ""}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from smelt.kernels.gpu import hopper, launch
+from smelt.kernels.gpu.activations import QuantizedRows, RowQuant
 from smelt.kernels.gpu.linear import EightBit, WeightOnly, amax_code
 from smelt.kernels.gpu.matrix import Matrix, describe
 from smelt.kernels.gpu.nvrtc import CudaError
@@ -53,10 +55,29 @@ class HopperLinear:
         weights = hopper.concatenate([hopper.shuffle(matrix, layout) for matrix in matrices])
         return None if weights is None else cls(weights, inputs)
 
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:  # [batch, columns] -> [batch, rows]
+    @cached_property
+    def quant(self) -> RowQuant | None:
+        """How inputs are quantized; the operation before may do so already."""
+        if self.inputs is None:
+            return None
+        return RowQuant(
+            getattr(torch, self.weights.layout.operands), amax_code(self.inputs), self.inputs.format.scale_dtype,
+            self.inputs.scale, self.inputs.clip_ratio,
+        )  # fmt: skip
+
+    def __call__(self, x: Tensor | QuantizedRows, bias: Tensor | None = None) -> Tensor:
+        """Multiply x [batch, columns] -> [batch, rows]."""
+        if isinstance(x, QuantizedRows):
+            return self._multiply_codes(x, bias)
         if x.stride(1) != 1 or x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
             x = x.contiguous()
-        return self._half(x, bias) if self.inputs is None else self._quantized(x, bias, self.inputs)
+        if self.quant is None:
+            return self._half(x, bias)
+        rule = self.quant
+        codes, scales = launch.quantize_rows(
+            x, rule.dtype, rule.amax_code, rule.scale_dtype, rule.static_scale, rule.clip_ratio
+        )
+        return self._multiply_codes(QuantizedRows(codes, scales, x.dtype), bias)
 
     def path(self, batch: int) -> str:
         """Return `gemv`, `gemm`, or `expand` (dequantize first)."""
@@ -75,16 +96,12 @@ class HopperLinear:
             return hopper.gemm(x, self.weights, bias)
         return F.linear(x, hopper.dequantize(self.weights), bias)
 
-    def _quantized(self, x: Tensor, bias: Tensor | None, inputs: ActivationQuant) -> Tensor:
-        operands = getattr(torch, self.weights.layout.operands)
-        codes, scales = launch.quantize_rows(
-            x, operands, amax_code(inputs), inputs.format.scale_dtype, inputs.scale, inputs.clip_ratio
-        )
+    def _multiply_codes(self, x: QuantizedRows, bias: Tensor | None) -> Tensor:
         if self.path(len(x)) == "gemm":
-            return hopper.gemm(codes, self.weights, bias, scales, x.dtype)
+            return hopper.gemm(x.codes, self.weights, bias, x.scales, x.dtype)
         assert self.weights.row_scale is not None
         y = torch._scaled_mm(
-            codes, hopper.dequantize(self.weights).t(), scales[:, None], self.weights.row_scale[None],
+            x.codes, hopper.dequantize(self.weights).t(), x.scales[:, None], self.weights.row_scale[None],
             out_dtype=x.dtype, use_fast_accum=True,
         )  # fmt: skip
         return y if bias is None else y + bias
