@@ -182,6 +182,22 @@ def test_bench(place: Place, smelt_here: Smelt, pruned: Path, tmp_path: Path) ->
     assert "median" in done.out and "times the speed of" in done.out
 
 
+def test_bench_in_the_engine(place: Place, smelt_here: Smelt, pruned: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"prompt_tokens": 12, "output_tokens": 6}\n{"prompt_tokens": 5, "output_tokens": 3}\n')
+    arguments = ["--engine", "--workload", str(trace), "--seconds", "600", "--json", str(tmp_path / "r.json")]
+    done = smelt_here("bench", str(pruned), "--against", place / "llama", *arguments)
+    report = result(tmp_path / "r.json")
+    assert [row["streams"] for row in report["engine"]["rows"]] == [1, 8, 64, 256]
+    assert [row["streams"] for row in report["comparison"]] == [1, 8, 64, 256]
+    assert report["engine"]["backend"] in done.out and "time to first token" in done.out
+    assert (report["slowdown"] or "not slower at any batch size").split()[0] in done.out
+    refused = smelt_here("bench", place / "bert", "--engine")
+    assert refused.code == 2 and len(refused.err.strip().splitlines()) <= 2, refused.err
+    unknown = smelt_here("bench", place / "llama", "--engine", "--workload", "cat")
+    assert unknown.code == 2 and "no workload" in unknown.err
+
+
 def test_bench_of_a_classifier_decodes_nothing(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
     smelt_here("bench", place / "bert", "--repeats", "3", "--json", str(tmp_path / "r.json"))
     assert list(result(tmp_path / "r.json")["latency"]) == ["forward"]

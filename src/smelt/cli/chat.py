@@ -26,7 +26,7 @@ def run(
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0: always the most likely token.")] = 0.7,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 512,
     max_model_len: Annotated[int | None, typer.Option(min=16, help="Maximum tokens of the conversation.")] = None,
-    device: DeviceOption = "cpu",
+    device: DeviceOption = "auto",
     json_file: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:

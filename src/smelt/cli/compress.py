@@ -64,7 +64,7 @@ def run(
     resume: ResumeOption = False,
     prompt: PromptOption = None,
     speed: SpeedOption = True,
-    device: DeviceOption = "cpu",
+    device: DeviceOption = "auto",
     offload: OffloadOption = False,
     sign_key: SignKeyOption = None,
     json_file: JsonOption = None,

@@ -94,7 +94,7 @@ def run(
     seeds: SeedsOption = 3,
     trigger: TriggerOption = None,
     report: ReportOption = None,
-    device: DeviceOption = "cpu",
+    device: DeviceOption = "auto",
     json_file: JsonOption = None,
     junit_file: JunitOption = None,
     seed: SeedOption = 0,

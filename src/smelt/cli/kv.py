@@ -43,7 +43,7 @@ def profile(
     count: Annotated[int, typer.Option("--samples", min=1, help="Sample prompts to measure.")] = 24,
     length: Annotated[int, typer.Option(min=64, help="Tokens per sample.")] = 1024,
     heads: GroupOption = 4,
-    device: DeviceOption = "cpu",
+    device: DeviceOption = "auto",
     json_file: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from smelt.device import resolve_device
 from smelt.errors import SmeltError
 from smelt.files import check_writable, json_text, write_atomically
 
@@ -25,17 +26,18 @@ def _json_path(path: Path | None) -> Path | None:
 
 
 def check_device(name: str) -> str:
-    """Refuse a name that is not cpu, cuda or cuda:N."""
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise SmeltError(f"there is no device {name!r:.80}; use cpu, cuda, or cuda:1 for the second one.")
-    return name
+    """Refuse a name that is not auto, cpu, cuda or cuda:N; replace auto by cuda if there is a GPU, else by cpu."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise SmeltError(f"there is no device {name!r:.80}; use auto, cpu, cuda, or cuda:1 for the second one.")
+    return resolve_device(name)
 
 
 JsonOption = Annotated[
     Path | None, typer.Option("--json", callback=_json_path, help="Also write the result to this file as JSON.")
 ]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Random seed.")]
-DeviceOption = Annotated[str, typer.Option("--device", callback=check_device, help="Where to run: cpu or cuda.")]
+DEVICE_HELP = "Where to run: auto (a GPU if there is one), cpu or cuda."
+DeviceOption = Annotated[str, typer.Option("--device", callback=check_device, help=DEVICE_HELP)]
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A bundled name, a folder, a .gguf file or a hub id.")
 ]

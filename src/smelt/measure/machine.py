@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from smelt.measure.clock import stopwatch
 from smelt.version import __version__
 
 # The keys of the CPU name in /proc/cpuinfo, on x86 and on most ARM machines.
@@ -58,3 +59,14 @@ def machine() -> dict[str, Any]:
         facts["gpu"] = gpu
         facts["gpu_memory_bytes"] = torch.cuda.get_device_properties(0).total_memory
     return facts
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Return the bytes per second that a large copy on a device reads and writes together."""
+    size = 2**30 if device.type == "cuda" else 2**26
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    clock = stopwatch(device)
+    for _ in range(2):
+        target.copy_(source)
+    return 2 * size / min(clock(lambda: target.copy_(source)) for _ in range(8))

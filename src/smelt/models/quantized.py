@@ -25,6 +25,8 @@ from smelt.numerics.catalog import format_name, get_format
 from smelt.numerics.format import PER_TENSOR, Format, QuantizedTensor, packed_shapes
 from smelt.numerics.packing import pack, unpack
 
+NO_BACKEND, DEQUANTIZED = "none yet", "dequantized at load"  # of a layer without a kernel: not yet, and on this device
+
 STATIC_SCALE = "input_scale"
 QPARAM_NAMES = ("scale", "zero", "negative", "tensor")
 LOW_RANK_NAMES = ("down", "up")
@@ -225,7 +227,7 @@ class QuantizedLinear(nn.Module):
         """The name of the kernel that the last forward used."""
         if self._moved is not None:
             return self._moved[2]
-        return self._selected.kernel.name if self._selected else "none yet"
+        return self._selected.kernel.name if self._selected else NO_BACKEND
 
     def forward(self, x: Tensor) -> Tensor:
         if self.scheme.hadamard:
@@ -277,7 +279,7 @@ def dequantize_without_kernel(network: nn.Module, dtype: torch.dtype) -> list[Qu
     plain = [layer for layer in layers if select_kernel(layer.packed, layer.inputs, dtype).name == REFERENCE]
     for layer in plain:
         weight, inputs = layer.weight.to(dtype), layer.inputs
-        layer.move_weights(partial(_multiply, weight, inputs), slice(None), "dequantized at load")
+        layer.move_weights(partial(_multiply, weight, inputs), slice(None), DEQUANTIZED)
     return plain
 
 

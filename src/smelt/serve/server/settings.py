@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from smelt.device import resolve_device
 from smelt.errors import ConfigError
 from smelt.serve.server.auth import check_binding, read_keys
 
@@ -61,7 +62,7 @@ class ServeConfig:
     port: int = _option(ServerSettings.port, "Port to listen on; 0: any free one.", minimum=0, maximum=65535)
     api_key_file: str | None = _option(None, "API keys, one per line; then every route requires one.", metavar="FILE")
     served_model_name: str = _option("", "Model name in the API; by default the last part of MODEL.")
-    device: str = _option("cpu", "Where to run: cpu or cuda.")
+    device: str = _option("auto", "Where to run: auto (a GPU if there is one), cpu or cuda.")
     max_model_len: int | None = _option(None, "Maximum tokens of prompt and answer together.", minimum=2)
     kv_cache_gib: float | None = _option(None, "Memory of the KV cache in GiB.", minimum=0.0001)
     max_num_seqs: int = _option(256, "Maximum sequences in one batch.", minimum=1, maximum=4096)
@@ -114,8 +115,9 @@ class ServeConfig:
         self._check_kv_cache()
         values = dataclasses.asdict(self)
         limits = ServerLimits(**{name: values[name] for name in _names(ServerLimits) & values.keys()})
+        device = resolve_device(self.device)
         return ServerSettings(
-            model, self.served_model_name, self.host, self.port, keys, self.device, self._engine_fields(),
+            model, self.served_model_name, self.host, self.port, keys, device, self._engine_fields(),
             _adapter_folders(self.lora_modules), limits, self.replicas,
         )  # fmt: skip
 
