@@ -57,7 +57,13 @@ def test_a_complete_run(place: Place, smelt_here: Smelt, tmp_path: Path) -> None
     assert report["size"]["block_parameters"] == {"before": before, "after": block_parameters(model.anatomy)}
     assert 0.7 * before < block_parameters(model.anatomy) <= 0.8 * before
     assert report["quality"]["before"] < report["quality"]["after"] < 1.2 * report["quality"]["before"]
-    assert report["speed"][0]["after"]["median_ms"] > 0
+    sizes = [row["streams"] for row in report["engine"]["after"]["rows"]]
+    assert sizes[:3] == [1, 8, 64] and [row["streams"] for row in report["engine"]["before"]["rows"]] == sizes
+    assert [entry["name"].split(",")[1].split()[0] for entry in report["speed"]] == list(map(str, sizes))
+    assert report["engine"]["after"]["backend"] in (out / "report.html").read_text()
+    for entry in report["speed"]:
+        assert entry["after"]["median_ms"] > 0 and entry["after"]["first_token_ms"] > 0
+    assert "tokens/s, first token" in done.out and "tokens/s, first token" in (out / "report.html").read_text()
     assert [sample["who"] for sample in report["samples"]] == ["before", "after"]
     assert "perplexity" in done.out and "saved and verified" in done.out and "before: " in done.out
     assert [step["method"] for step in model.history] == ["fisher"]

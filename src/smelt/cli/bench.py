@@ -9,7 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from smelt.cli.output import DeviceOption, JsonOption, ModelArgument, SeedOption, console, say, table, write_json
+from smelt.cli.output import (
+    DeviceOption,
+    JsonOption,
+    ModelArgument,
+    SeedOption,
+    WorkloadOption,
+    console,
+    say,
+    table,
+    write_json,
+)
 from smelt.measure.latency import Latency, compare_latency, decode_latency, latency
 from smelt.measure.machine import machine
 from smelt.measure.memory import PeakMemory
@@ -38,10 +48,7 @@ def run(
     engine: Annotated[
         bool, typer.Option("--engine", help="Time the engine that `smelt serve` uses, at several batch sizes.")
     ] = False,
-    workload: Annotated[
-        str,
-        typer.Option(help="With --engine: chat (512 in / 256 out), long (16384 / 512), batch (256 / 256) or a trace."),
-    ] = "chat",
+    workload: WorkloadOption = "chat",
     seconds: Annotated[float, typer.Option(min=1, help="With --engine: limit per model.")] = 60,
     device: DeviceOption = "auto",
     json_file: JsonOption = None,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from smelt.cli.output import DeviceOption, JsonOption, ModelArgument, console, say, write_json
+from smelt.cli.output import DeviceOption, JsonOption, ModelArgument, WorkloadOption, console, say, write_json
 from smelt.cli.recipes import (
     BitsOption,
     GroupSizeOption,
@@ -64,6 +64,8 @@ def run(
     resume: ResumeOption = False,
     prompt: PromptOption = None,
     speed: SpeedOption = True,
+    workload: WorkloadOption = "chat",
+    speed_seconds: Annotated[float, typer.Option(min=1, help="Limit of the timing per model.")] = 60,
     device: DeviceOption = "auto",
     offload: OffloadOption = False,
     sign_key: SignKeyOption = None,
@@ -77,8 +79,8 @@ def run(
     with progress_bars() as progress:
         result = compress(
             model, read, out,
-            resume=resume, device=device, offload=offload, speed=speed, samples=prompt, sign_key=sign_key,
-            progress=progress, say=say,
+            resume=resume, device=device, offload=offload, speed=speed, workload=workload,
+            speed_seconds=speed_seconds, samples=prompt, sign_key=sign_key, progress=progress, say=say,
         )  # fmt: skip
     console.print(summary_table(result.record))
     for sample in result.record.get("samples", []):

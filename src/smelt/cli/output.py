@@ -38,6 +38,10 @@ JsonOption = Annotated[
 SeedOption = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Random seed.")]
 DEVICE_HELP = "Where to run: auto (a GPU if there is one), cpu or cuda."
 DeviceOption = Annotated[str, typer.Option("--device", callback=check_device, help=DEVICE_HELP)]
+WorkloadOption = Annotated[
+    str,
+    typer.Option(help="Of the engine: chat (512 tokens in, 256 out), long (16384, 512), batch (256, 256) or a trace."),
+]
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A bundled name, a folder, a .gguf file or a hub id.")
 ]

@@ -98,30 +98,6 @@ def compare_latency(
     return _comparison(new_latency, base_latency, seconds, confidence, seed)
 
 
-def compare_decode(
-    new: Model,
-    base: Model,
-    *,
-    prompt: int = 128,
-    tokens: int = 32,
-    batch: int = 1,
-    warmup: int = 4,
-    seed: int = 0,
-    confidence: float = 0.95,
-) -> LatencyComparison:
-    """Time one decoded token of both models, alternately."""
-    for model in (new, base):
-        _check_decoding(model, prompt + warmup + tokens + 1)
-    seconds = _time_alternately(
-        new, base, lambda model: _decode_step(model, _token_ids(model, batch, prompt, seed)), warmup, tokens
-    )
-    new_latency, base_latency = (
-        _summary(model, seconds[:, column], warmup=warmup, batch=batch, length=prompt, tokens_per_call=1)
-        for column, model in enumerate((new, base))
-    )
-    return _comparison(new_latency, base_latency, seconds, confidence, seed)
-
-
 def _time_alternately(
     new: Model, base: Model, make_call: Callable[[Model], Callable[[], object]], warmup: int, repeats: int
 ) -> np.ndarray:  # [repeats, 2]

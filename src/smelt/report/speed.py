@@ -25,7 +25,25 @@ def speed(run: Run) -> Markup | None:
         return None
     not_faster = [entry for entry in entries if speed_verdict(entry) != "faster"]
     warnings = [warning(f"{speed_label(entry)}: {speedup_text(entry)}.", lead="Not faster.") for entry in not_faster]
-    return section("Speed", note(_NOTE), *warnings, *(_timing(entry) for entry in entries))
+    return section("Speed", note(_NOTE), *warnings, *_engine(run), *(_timing(entry) for entry in entries))
+
+
+def _engine(run: Run) -> list[Markup]:
+    """Name what computed the layers, and why the model is slower, if it is."""
+    engine = run.get("engine")
+    if not engine:
+        return []
+    after = engine["after"]
+    layers = ", ".join(f"{number} {name}" for name, number in after["layers"].items())
+    bandwidth = f"{after['copy_bandwidth'] / 1e9:,.0f} GB/s"
+    shares = ", ".join(f"{row['share_of_roofline']:.0%} at {row['streams']}" for row in after["rows"])
+    sentence = (
+        f"Timed in the engine that serves the model ({after['backend']}); bars show the time per output token of a "
+        f"stream, prompts included. Linear layers: {layers}. Share of the roofline, which is reading all weights once "
+        f"per step at the {bandwidth} of a large copy, by streams: {shares}."
+    )
+    slowdown = [warning(f"{engine['slowdown']}", lead="Slower.")] if engine.get("slowdown") else []
+    return [note(sentence), *slowdown]
 
 
 def _bar(who: str, measured: Run) -> Bar:

@@ -13,15 +13,15 @@ from smelt.measure.cost import Workload, block_macs, block_parameters, count_byt
 from smelt.measure.divergence import logit_divergence
 from smelt.measure.eval_result import EvalResult
 from smelt.measure.evaluate import Data
-from smelt.measure.latency import LatencyComparison, compare_decode, compare_latency
+from smelt.measure.latency import LatencyComparison, compare_latency
 from smelt.measure.machine import machine
 from smelt.measure.paired import PairedComparison, compare
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear, quantized_layers
 from smelt.numerics.catalog import format_name
+from smelt.serve.engine.throughput import Throughput, ThroughputRow
 
 TIMED_TOKENS = 128
-DECODED_TOKENS = 24
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,7 @@ def after_record(
     timings = []
     if speed and base is not None:
         length = min(TIMED_TOKENS, getattr(base.network.config, "max_position_embeddings", TIMED_TOKENS))
-        timings = [_timing(compare_latency(model, base, length=length, seed=recipe.seed), "forward")]
-        if model.task == "language":
-            prompt, tokens = length // 2, min(DECODED_TOKENS, length // 4)
-            compared_decode = compare_decode(model, base, prompt=prompt, tokens=tokens, warmup=1, seed=recipe.seed)
-            timings.append(_timing(compared_decode, "decode step"))
+        timings = [_timing(compare_latency(model, base, length=length, seed=recipe.seed))]
     return After(
         measure_size(model, recipe), quality, comparison, timings, [model.generate(prompt) for prompt in prompts]
     )
@@ -103,11 +99,30 @@ def comparison_record(comparison: PairedComparison) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _timing(comparison: LatencyComparison, what: str) -> dict[str, Any]:
+def engine_timings(new: Throughput, base: Throughput) -> list[dict[str, Any]]:
+    """Return an entry of the report for every batch size: the time per output token of a stream, prompts included."""
+    references = {row.streams: row for row in base.rows}
+    return [
+        {
+            "name": f"served, {row.streams} {'stream' if row.streams == 1 else 'streams'}, {new.workload}",
+            "device": new.device,
+            "before": _served(references[row.streams]),
+            "after": _served(row),
+            "ratio": row.tokens_per_second / references[row.streams].tokens_per_second,
+        }
+        for row in new.rows
+        if row.streams in references
+    ]
+
+
+def _served(row: ThroughputRow) -> dict[str, Any]:
+    return {"median_ms": 1e3 * row.streams / row.tokens_per_second, **asdict(row)}
+
+
+def _timing(comparison: LatencyComparison) -> dict[str, Any]:
     new, base = comparison.new, comparison.base
-    context = f"{new.length} tokens" if what == "forward" else f"after {new.length} tokens"
     return {
-        "name": f"{what}, batch {new.batch}, {context}",
+        "name": f"forward, batch {new.batch}, {new.length} tokens",
         "device": new.device,
         "before": asdict(base),
         "after": asdict(new),

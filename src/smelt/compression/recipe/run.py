@@ -6,6 +6,7 @@ ends with the same bytes; the result appears in one step.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import shutil
@@ -37,10 +38,10 @@ from smelt.compression.recipe.inputs import (
 from smelt.compression.recipe.plan import plan
 from smelt.compression.recipe.quality_gate import check_gate, refuse, run_gate, step_costs
 from smelt.compression.recipe.recipe import Recipe, parse_bytes
-from smelt.compression.recipe.record import Before, after_record, measure_size, run_record
+from smelt.compression.recipe.record import Before, after_record, engine_timings, measure_size, run_record
 from smelt.compression.recipe.work_folder import WorkFolder
 from smelt.data import Batch
-from smelt.errors import BudgetError, ConfigError, DataError, ModelError, RecipeError
+from smelt.errors import BudgetError, ConfigError, DataError, ModelError, RecipeError, SmeltError
 from smelt.files import atomic_folder, json_text
 from smelt.fingerprint import hash_files, hash_folder
 from smelt.measure.eval_result import EvalResult
@@ -53,6 +54,7 @@ from smelt.models.model import Model
 from smelt.models.verify import verify
 from smelt.progress import NullProgress, Progress
 from smelt.report.page import write_report
+from smelt.serve.engine.throughput import RequestWorkload, explain_slowdown, measure_throughput, parse_workload
 from smelt.version import __version__
 
 Say = Callable[[str], None]
@@ -76,6 +78,8 @@ def compress(
     device: str = "cpu",
     offload: bool = False,
     speed: bool = True,
+    workload: str = "chat",
+    speed_seconds: float = 60.0,
     samples: list[str] | None = None,
     sign_key: Path | None = None,
     choices: Mapping[str, Any] | None = None,
@@ -85,12 +89,15 @@ def compress(
     """Compress a model by a recipe, and verify that the result reloads.
 
     What cannot work (an unsupported model, missing data, too little memory or disk) is an error before the model is
-    loaded. `samples` are prompts to complete before and after. With `offload` the model stays in host memory and its
+    loaded. With `speed`, language models are timed in the engine that serves them, for a workload (`chat`, `long`,
+    `batch` or the path of a trace), for about `speed_seconds` each, other models by their forward. `samples` are
+    prompts to complete before and after. With `offload` the model stays in host memory and its
     blocks are moved to the device one at a time. `sign_key` is a private key (PEM) to sign the result with. `choices`
     are those of the passport of an earlier run, to repeat them instead of searching.
     """
     folder = Path(folder)
     recipe = recipe.for_device(device)
+    timing = (parse_workload(workload), speed_seconds) if speed else None
     work = WorkFolder(folder, source, say)
     run = _Run(source, recipe, work, device, offload, progress or NullProgress(), say)
     run.passport = PassportBuilder(source, recipe.to_json(), device, offload, sign_key, choices or {})
@@ -109,7 +116,7 @@ def compress(
         except (BudgetError, ConfigError, DataError):
             run.stop_early()
             raise
-        run.finish(before, evaluation, steps, speed, samples or [])
+        run.finish(before, evaluation, steps, timing, samples or [])
     return CompressionResult(folder, run.model, run.record)
 
 
@@ -266,7 +273,12 @@ class _Run:
             )
 
     def finish(
-        self, before: Before, evaluation: Data | None, steps: list[dict[str, Any]], speed: bool, prompts: list[str]
+        self,
+        before: Before,
+        evaluation: Data | None,
+        steps: list[dict[str, Any]],
+        timing: tuple[RequestWorkload, float] | None,
+        prompts: list[str],
     ) -> None:
         quality = None
         if evaluation is not None:
@@ -277,14 +289,17 @@ class _Run:
         refused = verdict is not None and not verdict.passed
         if refused and quality is not None and before.quality is not None:
             self.say("the quality gate failed; measuring the result of each step")
-            speed = False
+            timing = None
             steps = step_costs(
                 self.work.path, steps, before.quality, quality, partial(self._measure, evaluation), self.weights_device
             )
-        base = load(self.source, device=self.weights_device) if speed or quality is not None else None
-        if speed:
+        served = self.model.task == "language"
+        base = load(self.source, device=self.weights_device) if timing or quality is not None else None
+        if timing and not served:
             self.say("timing both models, alternating")
-        after = after_record(self.model, base, before, quality, evaluation, self.recipe, speed, prompts)
+        after = after_record(
+            self.model, base, before, quality, evaluation, self.recipe, timing is not None and not served, prompts
+        )
         self.record = run_record(self.source, self.folder.name, self.recipe, before, after, steps, self.model, prompts)
         if self.warnings:
             self.record["warnings"] = self.warnings
@@ -297,12 +312,32 @@ class _Run:
         with atomic_folder(self.folder, inside=self.work.path) as temporary:
             save_artifact(self.model, temporary, {"recipe": self.recipe.to_json(), **after.reproducible})
             verify(self.model, temporary)
+            if timing and served:
+                self._time_engines(temporary, *timing)
             self.record["passport"] = self.passport.prepare(temporary, self.model, steps, after.reproducible)
             (temporary / "measurements.json").write_text(json_text(self.record))
             write_report(self.record, temporary / "report.html")
             self.passport.write(temporary, self.folder.name)
         self.model.source = str(self.folder)
         self.work.remove()
+
+    def _time_engines(self, folder: Path, workload: RequestWorkload, seconds: float) -> None:
+        """Time the saved model and its source as they are served."""
+        self.say(f"timing both models in the engine, up to {seconds:g} s each")
+        try:
+            new = measure_throughput(str(folder), workload, device=self.device, seconds=seconds)
+            gc.collect()  # an engine and its captured graphs refer to each other
+            sizes = tuple(row.streams for row in new.rows)
+            base = measure_throughput(self.source, workload, device=self.device, seconds=seconds, streams=sizes)
+            gc.collect()
+        except (SmeltError, torch.OutOfMemoryError) as error:
+            self.say(f"the models could not be timed in the engine: {error}")
+            return
+        slowdown = explain_slowdown(new, base)
+        self.record["speed"] = engine_timings(new, base)
+        self.record["engine"] = {"before": base.to_json(), "after": new.to_json(), "slowdown": slowdown}
+        if slowdown is not None:
+            self.say(slowdown)
 
     def _measure(self, data: Data | None, model: Model) -> EvalResult:
         assert data is not None
