@@ -178,6 +178,25 @@ def test_a_slowdown_is_reported(run: dict[str, Any]) -> None:
     assert warnings_of(run, **unmeasured, **swapped) == [f"{name}: 1.21× slower."]
 
 
+def test_a_served_model_shows_what_its_users_see() -> None:
+    row = {"streams": 8, "tokens_per_second": 1234.5, "first_token_ms": 20.0, "share_of_roofline": 0.25}
+    after = {
+        "backend": "fused-gpu",
+        "layers": {"hopper": 7, "dense bfloat16": 1},
+        "copy_bandwidth": 4e12,
+        "rows": [row],
+    }
+    entry = {"name": "served, 8 streams, chat", "device": "cuda", "ratio": 0.9}
+    entry |= {"before": {**row, "median_ms": 6.0, "tokens_per_second": 1371.0}, "after": {**row, "median_ms": 6.5}}
+    run = {"title": "t", "model": "m", "speed": [entry], "engine": {"after": after, "slowdown": "slower at 8: <cause>"}}
+    text = Page(render(run)).text
+    for expected in (
+        "1,234 tokens/s, first token 20.0 ms", "1,371 tokens/s", "7 hopper, 1 dense bfloat16", "(fused-gpu)",
+        "25% at 8", "4,000 GB/s", "slower at 8: <cause>",
+    ):  # fmt: skip
+        assert expected in text
+
+
 def test_a_quality_change_within_its_interval_is_not_called_worse(run: dict[str, Any]) -> None:
     run["quality"].update(metric="accuracy", higher_is_better=True, before=0.9002, after=0.8945)
     run["quality"]["comparison"] = {"difference": -0.0057, "low": -0.0126, "high": 0.0011}

@@ -53,3 +53,10 @@ def test_numbers_are_formatted_readably(write: Callable[[object], str], value: o
 
 def test_spread_has_the_decimals_of_its_median() -> None:
     assert numbers.milliseconds(182.41, 4.56) == "182.4 ± 4.6 ms"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(1.168, "1.17"), (0.0, "0"), (99.4, "99.4"), (1234.5, "1,234"), (2e4, "20.0 k")]
+)
+def test_rates_per_second(value: float, text: str) -> None:
+    assert numbers.per_second(value) == text

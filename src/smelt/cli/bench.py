@@ -24,7 +24,7 @@ from smelt.measure.latency import Latency, compare_latency, decode_latency, late
 from smelt.measure.machine import machine
 from smelt.measure.memory import PeakMemory
 from smelt.models.load import load
-from smelt.report.numbers import count, size
+from smelt.report.numbers import count, per_second, size
 from smelt.serve.engine.throughput import (
     RequestWorkload,
     Throughput,
@@ -138,7 +138,7 @@ def _show_throughput(model: str, result: Throughput) -> None:
     rows = [
         [
             str(row.streams),
-            count(row.tokens_per_second),
+            per_second(row.tokens_per_second),
             f"{row.first_token_ms:.1f} ms",
             f"{row.decode_ms:.2f} ms",
             f"{row.share_of_roofline:.0%}",

@@ -29,6 +29,11 @@ def count(value: float) -> str:
     return f"{scaled:.1f} {unit}"
 
 
+def per_second(value: float) -> str:
+    """Format a rate per second: with three digits below a hundred, else as a count."""
+    return f"{value:.3g}" if abs(value) < 100 else count(value)
+
+
 def size(value: float) -> str:
     """Format bytes in decimal units."""
     scaled, unit = _scaled(value, ("B", "kB", "MB", "GB", "TB"))

@@ -143,5 +143,5 @@ def time_text(measured: Run) -> str:
     """Format a median ± half the interquartile range; of a served model, what its users see."""
     if "first_token_ms" in measured:
         first = numbers.milliseconds(measured["first_token_ms"])
-        return f"{numbers.count(measured['tokens_per_second'])} tokens/s, first token {first}"
+        return f"{numbers.per_second(measured['tokens_per_second'])} tokens/s, first token {first}"
     return numbers.milliseconds(measured["median_ms"], (measured.get("spread_ms") or 0.0) / 2)

@@ -25,7 +25,8 @@ def speed(run: Run) -> Markup | None:
         return None
     not_faster = [entry for entry in entries if speed_verdict(entry) != "faster"]
     warnings = [warning(f"{speed_label(entry)}: {speedup_text(entry)}.", lead="Not faster.") for entry in not_faster]
-    return section("Speed", note(_NOTE), *warnings, *_engine(run), *(_timing(entry) for entry in entries))
+    how = _engine(run) or [note(_NOTE)]
+    return section("Speed", *how, *warnings, *(_timing(entry) for entry in entries))
 
 
 def _engine(run: Run) -> list[Markup]:
