@@ -328,7 +328,9 @@ class _Run:
             new = measure_throughput(str(folder), workload, device=self.device, seconds=seconds)
             gc.collect()  # an engine and its captured graphs refer to each other
             sizes = tuple(row.streams for row in new.rows)
-            base = measure_throughput(self.source, workload, device=self.device, seconds=seconds, streams=sizes)
+            base = measure_throughput(
+                self.source, workload, device=self.device, seconds=seconds, streams=sizes, packed=False
+            )
             gc.collect()
         except (SmeltError, torch.OutOfMemoryError) as error:
             self.say(f"the models could not be timed in the engine: {error}")

@@ -127,17 +127,17 @@ def _parse_request(line: str, where: str) -> tuple[int, int]:
 
 def measure_throughput(
     source: str, workload: RequestWorkload, *, device: str = "cpu", seconds: float = 60.0, seed: int = 0,
-    streams: tuple[int, ...] | None = None, say: Say = lambda _: None,
+    streams: tuple[int, ...] | None = None, packed: bool = True, say: Say = lambda _: None,
 ) -> Throughput:  # fmt: skip
     """Load a model into an engine as `smelt serve` would, and time the workload at several batch sizes.
 
     All batch sizes together take about `seconds`, startup not counted: the larger ones are cut off or skipped on a slow
-    device.
+    device. Without `packed`, weights that are stored quantized are dequantized, as compression does with its source.
     """
     start = time.perf_counter()
     config = EngineConfig(device=device, max_model_len=_context(source, workload))
     config.check(Model(skeleton(source), source=source))  # before weights are read
-    model = load(source, device=device, packed=True)
+    model = load(source, device=device, packed=packed)
     weights = _weight_bytes(model.network)  # an engine may rearrange them
     engine = Engine(model, config)
     workload = workload.fit(engine.max_model_len)
