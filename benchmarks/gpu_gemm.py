@@ -121,7 +121,7 @@ def all_configs(batch: int) -> Iterator[Config]:
     tile_n = next((size for size in hopper.TILE_N if size >= batch), hopper.TILE_N[-1])
     rows = ((1, 1), (2, 1)) if tile_n < 64 else ((1, 1), (2, 1), (4, 2))
     for (row_tiles, m_tiles), k_tiles, teams, split_k in itertools.product(rows, (1, 2), (1, 2, 3, 4), (1, 2, 4)):
-        if row_tiles // m_tiles * teams > (2 if tile_n == 128 else 4 if tile_n == 64 else 6):
+        if row_tiles // m_tiles * teams > (2 if tile_n > 64 else 4 if tile_n == 64 else 6) or m_tiles * tile_n > 256:
             continue
         for flush in (True, False):
             yield Config(tile_n, row_tiles, m_tiles, k_tiles, teams, 16, split_k, flush, mma=tile_n <= 32)

@@ -22,7 +22,7 @@ from smelt.numerics.packing import pack, unpack
 
 HALF, E4M3 = (torch.bfloat16, torch.float16), torch.float8_e4m3fn
 TILE_ROWS, TILE_K = 64, 128
-TILE_N = (8, 16, 32, 64, 96, 128, 192, 256)  # rows of x per block
+TILE_N = (8, 16, 32, 64, 96, 128, 256)  # rows of x per block
 _SHARED_BYTES = 227 * 1024
 
 
@@ -335,7 +335,7 @@ def choose_config(batch: int, weights: ShuffledMatrix, num_sms: int) -> Config:
     """Return the tiles for a batch size, tuned on an H200 (`benchmarks/gpu_gemm.py --tune` tries them all).
 
     A block has 64 weight rows as long as that fills the GPU at most once; beyond, fewer and larger blocks read x less
-    often. If even such blocks are too few, two share their columns. Many rows of x are multiplied 192 or 256 at a time,
+    often. If even such blocks are too few, two share their columns. Many rows of x are multiplied 256 at a time,
     so that weights are dequantized once for all of them.
     """
     layout, (row_tiles, k_tiles) = weights.layout, weights.tiles.shape[:2]

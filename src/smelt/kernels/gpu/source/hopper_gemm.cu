@@ -8,7 +8,7 @@
 // One thread issues all copies, STAGES deep. Warpgroups compute: a team of them takes a step of ROW_TILES weight tiles,
 // M_TILES per warpgroup, and one x tile; K_GROUPS teams take turns, so that one dequantizes while another waits. With
 // SPLIT_K > 1, the blocks of a cluster take parts of the columns. All sums meet in (distributed) shared memory: no second
-// kernel, and always the same order of additions. (Sending x to several blocks at once by multicast made all sizes slower.)
+// kernel, and always the same order of additions.
 //
 // Integer groups have their scale applied in one of two ways. FLUSH: to the sums of a group, in float32; exact, and
 // cheap if x has few rows. Otherwise to the weights, rounded to half precision as a dequantized matrix would be; then
