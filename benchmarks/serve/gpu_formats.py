@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import statistics
+import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from common import copy_bandwidth, previous_rows, table, write
-from gpu_engine import ANSWER, CONTEXT, PROMPT, SEED, prompts, random_network
+from gpu_engine import ANSWER, CONTEXT, PROMPT, SEED, random_network
 from torch import nn
 
 from smelt.compression.base import MethodContext
@@ -29,7 +29,7 @@ from smelt.models.model import Model
 from smelt.models.quantized import QuantizationScheme, QuantizedLinear
 from smelt.numerics import get_format
 from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.sampling_params import SamplingParams
+from smelt.serve.engine.throughput import measure_batch
 
 STREAMS = (1, 4, 16, 32, 64, 128, 256)
 
@@ -67,12 +67,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--streams", nargs="+", type=int, default=list(STREAMS))
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--name", default="serve_gpu_formats", help="of the results file")
     options = parser.parse_args()
-    rows = previous_rows("serve_gpu_formats", options.resume)
+    rows = previous_rows(options.name, options.resume)
     bandwidth = copy_bandwidth()
     for name in options.models:
         rows += measure(name, VARIANTS[name], options.streams, bandwidth)
-        write("serve_gpu_formats", rows, text(rows, bandwidth))
+        write(options.name, rows, text(rows, bandwidth))
         gc.collect()  # an engine and its captured graphs refer to each other
         torch.cuda.empty_cache()
 
@@ -114,34 +115,12 @@ def measure(name: str, variant: Variant, streams: list[int], bandwidth: float) -
     kernels = sorted({layer.backend for layer in network.modules() if isinstance(layer, QuantizedLinear)})
     rows = []
     for count in streams:
-        generate(engine, count, 12)  # warmup: capture and compile
-        seconds, decoding, first = generate(engine, count, ANSWER)
-        rows.append({
-            "model": name, "streams": count, "tokens_per_second": count * ANSWER / seconds, "decode_ms": 1e3 * decoding,
-            "first_token_ms": 1e3 * first, "share_of_roofline": stored / decoding / bandwidth, "weight_bytes": stored,
-            "engine_seconds": loading, "kernels": kernels,
-        })  # fmt: skip
+        measure_batch(engine, [(PROMPT, 12)] * count, math.inf, SEED, 1.0)  # warmup: capture and compile
+        row, _ = measure_batch(engine, [(PROMPT, ANSWER)] * count, math.inf, SEED + 1, stored / bandwidth)
+        facts = {"model": name, "weight_bytes": stored, "engine_seconds": loading, "kernels": kernels}
+        rows.append({**facts, **asdict(row)})
         print(rows[-1], flush=True)
     return rows
-
-
-def generate(engine: Engine, streams: int, answer: int) -> tuple[float, float, float]:
-    """Return the total seconds, the median time of a decode step, and of a first token."""
-    sampling = SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    requests = [engine.submit(prompt, sampling)[0] for prompt in prompts(streams)]
-    waiting, first, times, last = set(requests), [], [], start
-    while engine.busy:
-        engine.step()
-        now = time.perf_counter()
-        times.append(now - last)
-        last = now
-        started = {request for request in waiting if request.output}
-        first += [now - start] * len(started)
-        waiting -= started
-    assert all(len(request.output) == answer for request in requests)
-    return last - start, statistics.median(times[len(times) // 4 : -2]), statistics.median(first)
 
 
 def text(rows: list[dict[str, Any]], bandwidth: float) -> str:

@@ -19,7 +19,7 @@ from smelt.measure.paired import PairedComparison, compare
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear, quantized_layers
 from smelt.numerics.catalog import format_name
-from smelt.serve.engine.throughput import Throughput, ThroughputRow
+from smelt.serve.engine.throughput import Throughput, ThroughputRow, paired_rows
 
 TIMED_TOKENS = 128
 
@@ -101,17 +101,15 @@ def comparison_record(comparison: PairedComparison) -> dict[str, Any]:
 
 def engine_timings(new: Throughput, base: Throughput) -> list[dict[str, Any]]:
     """Return an entry of the report for every batch size: the time per output token of a stream, prompts included."""
-    references = {row.streams: row for row in base.rows}
     return [
         {
             "name": f"served, {row.streams} {'stream' if row.streams == 1 else 'streams'}, {new.workload}",
             "device": new.device,
-            "before": _served(references[row.streams]),
+            "before": _served(reference),
             "after": _served(row),
-            "ratio": row.tokens_per_second / references[row.streams].tokens_per_second,
+            "ratio": row.tokens_per_second / reference.tokens_per_second,
         }
-        for row in new.rows
-        if row.streams in references
+        for row, reference in paired_rows(new, base)
     ]
 
 

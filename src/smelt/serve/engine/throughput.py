@@ -156,7 +156,7 @@ def measure_throughput(
             skipped.append(size)
             continue
         say(f"timing {size} {'stream' if size == 1 else 'streams'}")
-        row, prefill_rate = _measure(engine, requests, limit, seed + position, weights / bandwidth)
+        row, prefill_rate = measure_batch(engine, requests, limit, seed + position, weights / bandwidth)
         rows.append(row)
     return Throughput(
         workload.name, str(engine.model.device), engine.runner.backend, _layers(engine), startup,
@@ -178,10 +178,13 @@ def _batch_sizes(engine: Engine, workload: RequestWorkload) -> tuple[int, ...]:
     return tuple(sorted({*(size for size in STREAMS if size < largest), largest}))
 
 
-def _measure(
+def measure_batch(
     engine: Engine, lengths: list[tuple[int, int]], limit: float, seed: int, read_seconds: float
 ) -> tuple[ThroughputRow, float]:
-    """Time one batch of requests; return its row and the prompt tokens per second."""
+    """Time one batch of requests, given as prompt and output tokens, for about `limit` seconds.
+
+    `read_seconds` is the time to read all weights once. Returns the row and the prompt tokens per second.
+    """
     generator = torch.Generator().manual_seed(seed)
     start = time.perf_counter()
     requests: list[Request] = []
@@ -241,16 +244,20 @@ def _layers(engine: Engine) -> dict[str, int]:
 
 def compare_throughput(new: Throughput, base: Throughput) -> list[dict[str, float]]:
     """Return, for every batch size that both have, how much faster the new model is: above 1 is faster."""
-    references = {row.streams: row for row in base.rows}
     return [
         {
             "streams": row.streams,
-            "speedup": row.tokens_per_second / references[row.streams].tokens_per_second,
-            "first_token_ratio": row.first_token_ms / references[row.streams].first_token_ms,
+            "speedup": row.tokens_per_second / reference.tokens_per_second,
+            "first_token_ratio": row.first_token_ms / reference.first_token_ms,
         }
-        for row in new.rows
-        if row.streams in references
+        for row, reference in paired_rows(new, base)
     ]
+
+
+def paired_rows(new: Throughput, base: Throughput) -> list[tuple[ThroughputRow, ThroughputRow]]:
+    """Return the rows of the batch sizes that both models have."""
+    references = {row.streams: row for row in base.rows}
+    return [(row, references[row.streams]) for row in new.rows if row.streams in references]
 
 
 def explain_slowdown(new: Throughput, base: Throughput, tolerance: float = 0.02) -> str | None:
@@ -258,8 +265,8 @@ def explain_slowdown(new: Throughput, base: Throughput, tolerance: float = 0.02)
     slower = [row for row in compare_throughput(new, base) if row["speedup"] < 1 - tolerance]
     if not slower:
         return None
-    where = ", ".join(f"{row['speedup']:.2f}x at {row['streams']:.0f}" for row in slower)
-    sentence = f"slower than the base model at some batch sizes ({where} streams): "
+    where = ", ".join(f"{row['speedup']:.2f}x with {row['streams']:.0f}" for row in slower)
+    sentence = f"slower than the base model ({where} at a time): "
     if DEQUANTIZED in new.layers:
         return sentence + (
             f"{new.layers[DEQUANTIZED]} layers have no kernel for their format on this device; choose another format."
@@ -271,4 +278,7 @@ def explain_slowdown(new: Throughput, base: Throughput, tolerance: float = 0.02)
             "with many tokens per step, dequantizing weights costs more than reading fewer bytes saves; quantize the "
             "activations too (`input_activations: int8` or fp8-e4m3), or serve smaller batches."
         )
-    return sentence + "its widths may not suit the matrix kernels of this device; leave `alignment` at its default."
+    return sentence + (
+        "no layer is quantized; if it was pruned with `ffn_multiple` or `head_multiple`, leave them out, so that "
+        "widths suit the kernels of this device."
+    )
