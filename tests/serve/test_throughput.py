@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from smelt.errors import ConfigError, SmeltError
 from smelt.serve.engine import throughput
@@ -19,6 +20,7 @@ from smelt.serve.engine.throughput import (
     measure_throughput,
     parse_workload,
 )
+from tests.models.test_packed import llama_file
 from tests.serve.server_process import write_model
 
 SHORT = RequestWorkload("short", ((24, 8),))
@@ -81,6 +83,24 @@ def test_without_time_batches_are_cut_off_and_skipped(model: str) -> None:
     (row,) = result.rows
     assert not row.complete
     assert row.tokens_per_second < 1.2 * 1e3 / row.decode_ms  # at least 90 steps like the few that were seen
+
+
+def test_a_quantized_source_is_timed_as_served_or_as_compressed(tmp_path: Path) -> None:
+    """`smelt serve` keeps the matrices of a GGUF file packed; a run dequantizes them before it compresses."""
+    file = llama_file(tmp_path / "m.gguf", "Q8_0")
+    served = measure_throughput(str(file), SHORT, streams=(1,))
+    compressed = measure_throughput(str(file), SHORT, streams=(1,), packed=False)
+    assert not all(name.startswith("dense") for name in served.layers)
+    assert all(name.startswith("dense") for name in compressed.layers)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_step_reads_all_weights_but_an_embedding_table_that_is_not_the_output_layer(tied: bool) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    network = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=50, tie_word_embeddings=tied))
+    block = 4 * (4 * 16 * 16 + 3 * 16 * 24 + 2 * 16) + 4 * 16  # with the final norm
+    rotary = sum(buffer.nbytes for buffer in network.buffers())
+    assert throughput._weight_bytes(network) == block + 4 * 50 * 16 + rotary
 
 
 def test_a_model_that_does_not_generate_is_refused(tmp_path: Path) -> None:
