@@ -183,7 +183,7 @@ def test_control_c_reports_finished_requests(tmp_path: Path) -> None:
             assert process.poll() is None, process.communicate()
             time.sleep(0.05)
         os.kill(process.pid, signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=600)
     assert process.returncode == 0 and "stopped; only finished requests are included" in stderr
     result = json.loads((tmp_path / "r.json").read_text())
     assert result["stopped"] and 5 <= result["summary"]["answered"] < 400

@@ -28,7 +28,7 @@ def network() -> Any:
 
 @pytest.fixture(scope="module")
 def http(server: Server) -> Any:
-    with httpx.Client(base_url=server.url, timeout=60) as connected:
+    with httpx.Client(base_url=server.url, timeout=300) as connected:
         yield connected
 
 

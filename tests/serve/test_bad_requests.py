@@ -188,7 +188,7 @@ def test_a_large_body_is_refused_with_and_without_its_length(server: Server) -> 
 
 def raw(server: Server, request: bytes) -> bytes:
     host, _, port = server.url.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=120) as connection:
         received = b""
         try:
             connection.sendall(request)

@@ -185,7 +185,7 @@ class RequestLoop(threading.Thread):
 
     def stop(self, after: int) -> None:
         """Stop after this many answers."""
-        until = time.monotonic() + 20
+        until = time.monotonic() + 300
         while len(self.statuses) < after:
             assert time.monotonic() < until
             time.sleep(0.05)
@@ -216,7 +216,7 @@ def test_a_killed_replica_is_replaced_and_the_others_continue(cluster: Server, v
     assert after["restarts"] == before["restarts"] + 1
     assert "died; Ray starts another" in cluster.log.read_text()
     new = next(iter(set(after["replicas"]) - set(before["replicas"])))
-    until = time.monotonic() + 20
+    until = time.monotonic() + 300
     while not generated_tokens(cluster)[new]:  # it gets requests
         assert time.monotonic() < until
         with ThreadPoolExecutor(8) as pool:
@@ -247,7 +247,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[s
             stdout=file, stderr=file, env={**os.environ, **environment},
         )  # fmt: skip
     try:
-        until = time.monotonic() + 40
+        until = time.monotonic() + 300
         while "Ray runtime started" not in log.read_text():
             assert process.poll() is None and time.monotonic() < until, log.read_text()
             time.sleep(0.1)

@@ -81,7 +81,7 @@ def test_counters_match_the_clients(server: Server) -> None:
 
 def test_running_requests_and_cache_usage_are_reported_live(server: Server) -> None:
     body = {"prompt": "x" * 64, "max_tokens": 1900, "ignore_eos": True, "n": 3, "stream": True}
-    with server.http.stream("POST", server.url + "/v1/completions", json=body, timeout=30) as answer:
+    with server.http.stream("POST", server.url + "/v1/completions", json=body, timeout=300) as answer:
         lines = answer.iter_lines()
         assert next(lines)
         server.wait_until(lambda state: state["running"] == 3)

@@ -90,7 +90,7 @@ def test_keys_do_not_share_cached_prompts(keyed: Server) -> None:
 def test_a_full_queue_returns_retry_after(keyed: Server) -> None:
     headers = {"authorization": f"Bearer {KEYS[0]}"}
     body = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True, "n": 2}
-    with keyed.http.stream("POST", keyed.url + "/v1/completions", json=body, headers=headers, timeout=30) as running:
+    with keyed.http.stream("POST", keyed.url + "/v1/completions", json=body, headers=headers, timeout=300) as running:
         assert running.status_code == 200
         with keyed.paused(keyed.get("/state", headers=headers).json()["worker"]):
             refused = keyed.post("/v1/completions", {"prompt": "x"}, headers=headers)

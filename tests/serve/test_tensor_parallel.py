@@ -147,7 +147,7 @@ class Together:
 
     def __init__(self, ranks: int) -> None:
         self.slots: list[Any] = [None] * ranks
-        self.barrier = threading.Barrier(ranks, timeout=30)
+        self.barrier = threading.Barrier(ranks, timeout=300)
         self.me = threading.local()
 
     def all_reduce(self, tensor: Tensor, op: Any = distributed.ReduceOp.SUM) -> None:
