@@ -433,7 +433,7 @@ def _definitions(layout: Layout, dtype: torch.dtype) -> dict[str, object]:
 
 def _source(definitions: dict[str, object], kernel: str) -> str:
     lines = [f"#define {name} {value}" for name, value in definitions.items()]
-    return "\n".join([*lines, _read("hopper_tiles.cuh"), kernel])
+    return "\n".join([*lines, _read("hopper_common.cuh"), _read("hopper_tiles.cuh"), kernel])
 
 
 @cache

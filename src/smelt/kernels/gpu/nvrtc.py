@@ -12,7 +12,7 @@ import sysconfig
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -109,20 +109,29 @@ class TensorMap(ctypes.Structure):
 def tensor_map(x: Tensor, box_rows: int, panels: int) -> TensorMap:
     """Describe x [rows, columns] for copies of `panels` panels of `box_rows` rows x 128 bytes, swizzled for wgmma; what
     lies outside reads as zero. Rows must start at multiples of 16 bytes."""
-    map_ = TensorMap()
     size = x.element_size()
-    kind = {torch.bfloat16: 9, torch.float16: 6}.get(x.dtype, 0)  # CUtensorMapDataType; bytes otherwise
     width = 128 // size
     count, rest = divmod(x.shape[1], width)
     assert rest == 0
-    sizes = (ctypes.c_uint64 * 3)(width, x.shape[0], count)
-    strides = (ctypes.c_uint64 * 2)(x.stride(0) * size, 128)
-    box, steps = (ctypes.c_uint32 * 3)(width, box_rows, panels), (ctypes.c_uint32 * 3)(1, 1, 1)
+    return encode_tensor_map(
+        x.data_ptr(), x.dtype, (width, x.shape[0], count), (x.stride(0) * size, 128), (width, box_rows, panels)
+    )
+
+
+@lru_cache(maxsize=4096)  # buffers of an engine stay where they are, and encoding takes longer than a launch
+def encode_tensor_map(
+    pointer: int, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> TensorMap:
+    """Describe a tensor for copies of boxes, the first dimension contiguous and swizzled in 128 bytes; what lies
+    outside reads as zero. `strides` are those of the other dimensions, in bytes."""
+    map_, rank = TensorMap(), len(sizes)
+    kind = {torch.bfloat16: 9, torch.float16: 6}.get(dtype, 0)  # CUtensorMapDataType; bytes otherwise
     swizzle_128, promote_256 = 3, 3
     _check(
         _driver().cuTensorMapEncodeTiled(
-            ctypes.byref(map_), kind, 3, ctypes.c_void_p(x.data_ptr()), sizes, strides, box, steps, 0, swizzle_128,
-            promote_256, 0,
+            ctypes.byref(map_), kind, rank, ctypes.c_void_p(pointer), (ctypes.c_uint64 * rank)(*sizes),
+            (ctypes.c_uint64 * (rank - 1))(*strides), (ctypes.c_uint32 * rank)(*box),
+            (ctypes.c_uint32 * rank)(*[1] * rank), 0, swizzle_128, promote_256, 0,
         )
     )  # fmt: skip
     return map_
@@ -155,6 +164,16 @@ def _check(result: int) -> None:
 @cache
 def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
+
+
+@cache
+def is_available() -> bool:
+    """Return whether NVRTC is installed."""
+    try:
+        _nvrtc()
+    except CudaError:
+        return False
+    return True
 
 
 @cache

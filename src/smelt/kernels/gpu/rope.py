@@ -8,8 +8,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from smelt.kernels.gpu.arch import UNALIGNED_ARGS
+from smelt.kernels.gpu.arch import PDL, UNALIGNED_ARGS
 from smelt.kernels.gpu.pages import ClusteredHeadPages, head_pages, heads_per_page_of, key_rows, pointers, strides
 from smelt.kernels.gpu.rows import UNQUANTIZED, hadamard_if, head_dim_of, kernel_constants, store_kv_row
 from smelt.kernels.kv_quant import KVQuantFormat
@@ -58,11 +59,15 @@ def rope_and_store_kv_kernel(  # type: ignore[no-untyped-def]
     epsilon, head_dim, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS_PER_PAGE: tl.constexpr, FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr, HALF_DIM: tl.constexpr,
     HADAMARD_STEPS: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr, KV_HEADS_PER_PROGRAM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Handle HEADS_PER_PROGRAM query heads, or KV_HEADS_PER_PROGRAM keys or values, of one token. In `qkv`
     [tokens, stride] query heads come first, then keys, then values, which are not rotated."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, HEAD_DIM)[None, :]
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     source = qkv + token * stride
     angle = tl.load(positions + token)
     groups, kv_groups = tl.cdiv(heads, HEADS_PER_PROGRAM), tl.cdiv(kv_heads, KV_HEADS_PER_PROGRAM)
@@ -132,6 +137,6 @@ def rope_and_store_kv(
         kv_heads, rotary.eps, head_dim, HEAD_DIM=triton.next_power_of_2(head_dim), HALF=head_dim // 2,
         NORM=rotary.qk_norms is not None, BLOCK_SIZE=size, HEADS_PER_PAGE=heads_per_page_of(head_pages),
         **kernel_constants(kv_quant), HEADS_PER_PROGRAM=heads_per_program, KV_HEADS_PER_PROGRAM=kv_heads_per_program,
-        num_warps=1,
+        PDL=PDL, num_warps=1, launch_pdl=PDL,
     )  # fmt: skip
     return queries

@@ -8,8 +8,10 @@ HADAMARD_STEPS, log2 of the order of the Hadamard matrix (0: none).
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from smelt.kernels import kv_quant as row_format
 from smelt.kernels.gpu.codes import e4m3_codes, e4m3_numbers, e4m3_values, half_values, int8_values
@@ -113,6 +115,43 @@ def load_kv_rows(  # type: ignore[no-untyped-def]
         )
         codes_less_zero = int8_values(packed, DTYPE) if FORMAT == INT8 else e4m3_numbers(packed, DTYPE)
     return codes_less_zero, scales
+
+
+@triton.jit
+def dequantize_pages_kernel(  # type: ignore[no-untyped-def]
+    key_pages, value_pages, blocks, keys, values, block_rows, head_dim, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
+    FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr, HALF_DIM: tl.constexpr,
+):  # fmt: skip
+    """Dequantize ROWS rows of a page of keys or of values."""
+    page = tl.program_id(0).to(tl.int64)
+    row, lane = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, HEAD_DIM)
+    in_range = row < block_rows
+    source_rows = tl.load(blocks + page).to(tl.int64) * block_rows + row
+    target = (page * block_rows + row)[:, None] * head_dim + lane[None, :]
+    DTYPE: tl.constexpr = keys.dtype.element_ty
+    if tl.program_id(2) == 0:
+        pages, out = key_pages, keys
+    else:
+        pages, out = value_pages, values
+    codes, scales = load_kv_rows(pages, source_rows, in_range, lane, head_dim, DTYPE, FORMAT, ROW_BYTES, HALF_DIM)
+    x = deinterleave(codes.to(tl.float32) * scales[:, None], FORMAT, HALF_DIM)
+    tl.store(out + target, x.to(DTYPE), mask=in_range[:, None] & (lane < head_dim)[None, :])
+
+
+def dequantize_pages(
+    key_pages: Tensor, value_pages: Tensor, blocks: Tensor, kv_quant: KVQuantFormat, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Dequantize some blocks of keys and values: [pages, block_size, kv heads, head_dim] each. Keys stay rotated."""
+    _, block_size, kv_heads, _ = key_pages.shape
+    shape = (len(blocks), block_size, kv_heads, kv_quant.head_dim)
+    keys, values = (torch.empty(shape, dtype=dtype, device=key_pages.device) for _ in range(2))
+    constants = {name: value for name, value in kernel_constants(kv_quant).items() if name != "HADAMARD_STEPS"}
+    block_rows = block_size * kv_heads
+    dequantize_pages_kernel[(len(blocks), triton.cdiv(block_rows, 32), 2)](
+        key_pages, value_pages, blocks, keys, values, block_rows, kv_quant.head_dim,
+        HEAD_DIM=triton.next_power_of_2(kv_quant.head_dim), ROWS=32, **constants, num_warps=4,
+    )  # fmt: skip
+    return keys, values
 
 
 @triton.jit

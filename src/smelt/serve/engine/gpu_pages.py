@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ from smelt.serve.engine.runner import cumulative_lens, eager_logits
 from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 
 if TYPE_CHECKING:  # needs Triton
+    from smelt.kernels.gpu.prefill import PageList
     from smelt.runtime.gpu import Attend, FusedNetwork
 
 
@@ -32,6 +34,7 @@ class VarlenAttention:
 
 
 MAX_PREFILL_CHUNKS = 16
+MIN_LONG_CONTEXT = 2048  # tokens of the longest request from which on attention takes large tiles
 _TILE = 64  # query tokens per tile of attention, as PREFILL_TILES
 
 
@@ -144,21 +147,38 @@ class PagedGpuPages:
         self._block_tables.update(batch.chunks)
 
     def decode_attention(self, slots: Tensor, seq_lens: Tensor, network: FusedNetwork) -> Attend:
+        from smelt.kernels.gpu import hopper_attention
         from smelt.kernels.gpu.paged import DecodeMetadata, paged_decode
+        from smelt.kernels.gpu.rope import rope_and_store_kv
 
         metadata = DecodeMetadata(slots, seq_lens, self._tables, network.split_counter, self.max_model_len)
+
+        @cache
+        def new_tokens() -> tuple[Tensor, Tensor]:
+            """Return positions and slots of the new tokens, for kernels that do not find them themselves."""
+            positions = (seq_lens - 1).clamp(min=0)
+            blocks = self._tables[slots, positions // self.block_size].long()
+            slot_mapping = blocks * self.block_size + positions % self.block_size
+            return positions, torch.where(seq_lens > 0, slot_mapping, -1)
 
         def attend(qkv: Tensor, part: Attention) -> Tensor:
             keys, values, *_, kv_quant = self.cache.layer(part.layer)
             rope = network.rotary_params(part)
-            return paged_decode(qkv, keys, values, metadata, rope, part.scale, part.window, kv_quant=kv_quant)
+            sizes = part.num_heads, part.num_kv_heads, self.block_size, self.max_model_len
+            if not hopper_attention.supports_decode(kv_quant, qkv, *sizes):
+                return paged_decode(qkv, keys, values, metadata, rope, part.scale, part.window, kv_quant=kv_quant)
+            queries = rope_and_store_kv(qkv, *new_tokens(), rope, keys, values, kv_quant=kv_quant)
+            output = hopper_attention.decode(queries, keys, values, kv_quant, metadata, part.scale, part.window)
+            return output.flatten(1)
 
         return attend
 
     def varlen_attention(
         self, chunks: Sequence[ScheduledChunk], slots: Tensor, positions: Tensor, network: FusedNetwork
     ) -> VarlenAttention:
-        from smelt.kernels.gpu.paged import QueryTiles, paged_prefill, prefill_config
+        from smelt.kernels.gpu import hopper_attention
+        from smelt.kernels.gpu.paged import QueryTiles, prefill_config
+        from smelt.kernels.gpu.prefill import PrefillAttention
         from smelt.kernels.gpu.rope import rope_and_store_kv
 
         query_lens = [chunk.count for chunk in chunks]
@@ -176,25 +196,41 @@ class PagedGpuPages:
         tiles = QueryTiles.from_query_lens(
             query_lens, slots.device, prefill_config(metadata, first.keys.shape[-1], first.kv_quant)
         )
+        pages = None if first.kv_quant is None else self._page_list(rows, seq_lens)
+        is_long = metadata.max_seq_len >= MIN_LONG_CONTEXT
+        prefill = PrefillAttention(
+            metadata, tiles, lambda tokens: sum(-(-count // tokens) for count in query_lens),
+            hopper_attention.LONG if is_long else hopper_attention.SHORT, pages,
+        )  # fmt: skip
 
         def attend(qkv: Tensor, part: Attention) -> Tensor:
             keys, values, *_, kv_quant = self.cache.layer(part.layer)
             queries = rope_and_store_kv(
                 qkv, positions, slot_mapping, network.rotary_params(part), keys, values, kv_quant=kv_quant
             )
-            output = paged_prefill(
-                queries, keys, values, metadata, part.scale, part.window, tiles=tiles, kv_quant=kv_quant
-            )
-            return output.flatten(1)
+            return prefill(queries, keys, values, part.scale, part.window, kv_quant).flatten(1)
 
         def logits(ids: Tensor, rows: Tensor) -> Tensor:
             return eager_logits(self._module, paged_attention_fn(self.cache, metadata), ids, positions, rows)
 
         return VarlenAttention(attend, logits)
 
+    def _page_list(self, rows: Tensor, seq_lens: np.ndarray[Any, Any]) -> PageList:
+        """Return the blocks of chunks whose block tables are these rows."""
+        from smelt.kernels.gpu.prefill import PageList
+
+        counts = -(-seq_lens // self.block_size)
+        chunk = np.repeat(np.arange(len(counts)), counts)
+        first = np.cumsum(counts) - counts
+        index = self._to_device(np.stack((chunk, np.arange(len(chunk)) - first[chunk])))
+        block_tables = first[:, None] + np.arange(counts.max())  # beyond the blocks of a chunk they are not read
+        return PageList(self._tables[rows[index[0]], index[1]], self._to_device(block_tables.astype(np.int32)))
+
     def prefill_attention(self, inputs: PrefillInputs, network: FusedNetwork) -> Attend:
         """Return attention of chunks that are described on the device alone, so that it can be captured."""
-        from smelt.kernels.gpu.paged import PREFILL_TILES, QueryTiles, paged_prefill
+        from smelt.kernels.gpu import hopper_attention
+        from smelt.kernels.gpu.paged import PREFILL_TILES, QueryTiles
+        from smelt.kernels.gpu.prefill import PrefillAttention
         from smelt.kernels.gpu.rope import rope_and_store_kv
 
         slots, positions = inputs.slots, inputs.positions
@@ -202,20 +238,21 @@ class PagedGpuPages:
         written = slots < len(self._tables) - 1  # -1: padding is not stored
         slot_mapping = torch.where(written, blocks * self.block_size + positions % self.block_size, -1)
         metadata = AttentionMetadata(
-            cu_seqlens_q=inputs.cu_seqlens_q, seq_lens=inputs.seq_lens, block_tables=self._tables[inputs.chunk_slots],
-            slot_mapping=slot_mapping, max_seq_len=self.max_model_len, query_lens=[],
+            cu_seqlens_q=inputs.cu_seqlens_q.int(), seq_lens=inputs.seq_lens.int(),
+            block_tables=self._tables[inputs.chunk_slots], slot_mapping=slot_mapping, max_seq_len=self.max_model_len,
+            query_lens=[],
         )  # fmt: skip
         tiles = QueryTiles(inputs.tile_requests, inputs.tile_first, *PREFILL_TILES)
         assert tiles.block_m == _TILE
+        prefill = PrefillAttention(
+            metadata, tiles, lambda tokens: len(slots) // tokens + MAX_PREFILL_CHUNKS, hopper_attention.SHORT
+        )
 
         def attend(qkv: Tensor, part: Attention) -> Tensor:
             keys, values, *_, kv_quant = self.cache.layer(part.layer)
             rope = network.rotary_params(part)
             queries = rope_and_store_kv(qkv, positions, slot_mapping, rope, keys, values, kv_quant=kv_quant)
-            output = paged_prefill(
-                queries, keys, values, metadata, part.scale, part.window, tiles=tiles, kv_quant=kv_quant
-            )
-            return output.flatten(1)
+            return prefill(queries, keys, values, part.scale, part.window, kv_quant).flatten(1)
 
         return attend
 

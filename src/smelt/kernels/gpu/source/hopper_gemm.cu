@@ -36,8 +36,6 @@ constexpr int ACC = TILE_N / 2;                    // accumulators of a thread
 constexpr int CHAINS = TILE_N <= 16 ? 2 : 1;
 constexpr int CHUNK = K_STEPS / GROUP_LOOPS < 4 ? K_STEPS / GROUP_LOOPS : X_BYTES == 1 || TILE_N > 64 ? 2 : 4;  // instructions issued at a time
 
-struct alignas(64) TensorMap { u64 words[16]; };
-
 // Copy the panels of a step; the map has the dimensions column in a panel, row, panel.
 __device__ __forceinline__ void copy_x(u32 target, const TensorMap* map, int row, int panel, u32 barrier) {
     asm volatile(
@@ -46,15 +44,6 @@ __device__ __forceinline__ void copy_x(u32 target, const TensorMap* map, int row
 }
 
 // ------------------------------------------------------------------------------------------------- matrix products
-
-// Describe a panel of x in shared memory: rows of 128 bytes, swizzled, groups of 8 rows 1024 bytes apart.
-__device__ __forceinline__ u64 x_descriptor(u32 address) {
-    return (u64)((address & 0x3FFFF) >> 4) | (1ULL << 16) | (64ULL << 32) | (1ULL << 62);
-}
-
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
 @PRODUCTS@
 
@@ -138,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_gemm(
                 return w_memory + ((stage * ROW_TILES + first_tile + m) * K_TILES + tile) * W_TILE;
             };
             const u32 x_tile = shared_address(memory + (stage * K_TILES + tile) * X_TILE);
-            const u64 descriptor = x_descriptor(x_tile);
+            const u64 descriptor = panel_descriptor(x_tile);
             u32 words[M_TILES][WORDS];
 #pragma unroll
             for (int m = 0; m < M_TILES; m++) load_words(words[m], weight_tile(m), thread % 128);

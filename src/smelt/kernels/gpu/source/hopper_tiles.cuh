@@ -4,42 +4,10 @@
 // hopper.py defines FORMAT, BITS, GROUPS (scales or zero points of a row in a tile), SCALE_BYTES, ZERO_BYTES,
 // ZERO_OFFSET, X_BYTES and HALF_IS_BF16 (the operands), FOLD.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
 constexpr int TILE_K = 128;                        // columns of a weight tile
 constexpr int CODE_BYTES = 64 * TILE_K * BITS / 8; // of a weight tile
 constexpr int W_TILE = (CODE_BYTES + 64 * GROUPS * (SCALE_BYTES + ZERO_BYTES) + 127) / 128 * 128;
 constexpr int K_STEPS = TILE_K * X_BYTES / 32;     // wgmma instructions per weight tile: 32 bytes of columns each
-
-__device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
-
-__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
-}
-
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-    asm volatile(
-        "{\n .reg .pred done;\n"
-        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        " @!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
-}
-
-__device__ __forceinline__ void copy_tile(u32 target, const u8* source, u32 bytes, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(target),
-        "l"(source), "r"(bytes), "r"(barrier), "l"(0x12F0000000000000ULL) : "memory");  // evict first: read once
-}
 
 // ---------------------------------------------------------------------------------------------------- dequantization
 
