@@ -2,10 +2,10 @@
 
     PYTHONPATH=src:benchmarks:benchmarks/serve python benchmarks/serve/gpu_formats.py [--models bf16 int4 ...]
 
-The Llama 8B shape with random weights, 256 tokens in, 256 out, greedy. Every row has its own engine, as `smelt serve`
-builds it; the baseline, bf16, runs in the same process before the others. Pruned models have a quarter of the blocks'
-parameters removed by `magnitude` with the defaults of a recipe on this device. Requests arrive all at once: the time to
-first token is the median over them.
+The Llama 8B shape with random weights, 256 tokens in, 256 out by default, greedy. Every row has its own engine, as
+`smelt serve` builds it; the baseline, bf16, runs in the same process before the others. Pruned models have a quarter of
+the blocks' parameters removed by `magnitude` with the defaults of a recipe on this device. Requests arrive all at once:
+the time to first token is the median over them.
 """
 
 from __future__ import annotations
@@ -59,12 +59,20 @@ VARIANTS = {
     "pruned": Variant(pruned=True),
     "pruned-int4": Variant("int4/128@float16", pruned=True),
     "pruned-fp8": Variant("fp8-e4m3", "fp8-e4m3", pruned=True),
+    "fp8-kv": Variant("fp8-e4m3", "fp8-e4m3", kv_dtype="fp8"),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=list(VARIANTS),
+        default=[name for name in VARIANTS if VARIANTS[name].kv_dtype is None],
+    )
+    parser.add_argument("--tokens", nargs=2, type=int, default=[PROMPT, ANSWER], help="of a prompt and of its answer")
+    parser.add_argument("--kv-cache-gb", type=int, default=40)
     parser.add_argument("--streams", nargs="+", type=int, default=list(STREAMS))
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--name", default="serve_gpu_formats", help="of the results file")
@@ -72,8 +80,8 @@ def main() -> None:
     rows = previous_rows(options.name, options.resume)
     bandwidth = copy_bandwidth()
     for name in options.models:
-        rows += measure(name, VARIANTS[name], options.streams, bandwidth)
-        write(options.name, rows, text(rows, bandwidth))
+        rows += measure(name, VARIANTS[name], options, bandwidth)
+        write(options.name, rows, text(rows, bandwidth, *options.tokens))
         gc.collect()  # an engine and its captured graphs refer to each other
         torch.cuda.empty_cache()
 
@@ -101,29 +109,29 @@ def weight_bytes(network: Any) -> int:
     return stored - network.get_input_embeddings().weight.nbytes
 
 
-def measure(name: str, variant: Variant, streams: list[int], bandwidth: float) -> list[dict[str, Any]]:
-    network = build(variant)
+def measure(name: str, variant: Variant, options: argparse.Namespace, bandwidth: float) -> list[dict[str, Any]]:
+    network, (prompt, answer) = build(variant), options.tokens
     stored = weight_bytes(network)
     start = time.perf_counter()
     engine = Engine(
-        Model(network), max_model_len=CONTEXT, max_num_seqs=256, max_num_batched_tokens=8192, kv_cache_bytes=40 * 10**9,
-        enable_prefix_caching=False,
+        Model(network), max_model_len=max(CONTEXT, prompt + answer), max_num_seqs=256, max_num_batched_tokens=8192,
+        kv_cache_bytes=options.kv_cache_gb * 10**9, kv_cache_dtype=variant.kv_dtype, enable_prefix_caching=False,
     )  # fmt: skip
-    assert engine.runner.backend == "fused-gpu with CUDA graphs", engine.runner.backend
+    assert engine.runner.backend.startswith("fused-gpu") and "CUDA graphs" in engine.runner.backend
     torch.cuda.synchronize()
     loading = time.perf_counter() - start
     kernels = sorted({layer.backend for layer in network.modules() if isinstance(layer, QuantizedLinear)})
     rows = []
-    for count in streams:
-        measure_batch(engine, [(PROMPT, 12)] * count, math.inf, SEED, 1.0)  # warmup: capture and compile
-        row, _ = measure_batch(engine, [(PROMPT, ANSWER)] * count, math.inf, SEED + 1, stored / bandwidth)
+    for count in options.streams:
+        measure_batch(engine, [(prompt, 12)] * count, math.inf, SEED, 1.0)  # warmup: capture and compile
+        row, _ = measure_batch(engine, [(prompt, answer)] * count, math.inf, SEED + 1, stored / bandwidth)
         facts = {"model": name, "weight_bytes": stored, "engine_seconds": loading, "kernels": kernels}
         rows.append({**facts, **asdict(row)})
         print(rows[-1], flush=True)
     return rows
 
 
-def text(rows: list[dict[str, Any]], bandwidth: float) -> str:
+def text(rows: list[dict[str, Any]], bandwidth: float, prompt: int, answer: int) -> str:
     dense = {row["streams"]: row for row in rows if row["model"] == "bf16"}
     cells = []
     for row in rows:
@@ -137,8 +145,8 @@ def text(rows: list[dict[str, Any]], bandwidth: float) -> str:
     headings = ["model", "streams", "tokens/s", "against bf16", "decode step, ms", "first token, ms", "against bf16"]
     return (
         "# Compressed models on one GPU\n\n"
-        f"Llama 8B shape, random weights, seed {SEED}, {PROMPT} tokens in, {ANSWER} out, greedy; tokens generated over "
-        "the total time, prompts included. `of copy bandwidth` counts the bytes of the stored weights, embeddings "
+        f"Llama 8B shape, random weights, seed {SEED}, {prompt:,} tokens in, {answer:,} out, greedy; tokens generated "
+        "over the total time, prompts included. `of copy bandwidth` counts the bytes of the stored weights, embeddings "
         f"excepted, per decode step; a copy reaches {bandwidth / 1e12:.2f} TB/s.\n\n"
         + table([*headings, "of copy bandwidth"], cells)
     )

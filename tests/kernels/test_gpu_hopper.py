@@ -152,7 +152,8 @@ def layouts() -> list[Layout]:
 
 
 def test_shared_memory_and_stages_fit() -> None:
-    for layout, rows, columns, batch in itertools.product(layouts(), (64, 4096, 28672), (256, 14336), (1, 16, 64, 300)):
+    batches = (1, 16, 64, 130, 300)
+    for layout, rows, columns, batch in itertools.product(layouts(), (64, 4096, 28672), (256, 14336), batches):
         tiles = torch.empty(rows // 64, columns // 128, 0, dtype=torch.uint8)
         weights = hopper.ShuffledMatrix(layout, tiles, None, 1.0, rows, columns)
         config = hopper.choose_config(batch, weights, 132)
@@ -171,7 +172,8 @@ def test_all_kernels_compile(tmp_path: object, monkeypatch: pytest.MonkeyPatch) 
         for config in (Config(16, 1, 1, 2, 2, 8, 2, mma=True), Config(128, 4, 2, 1, 1, 8, 1, flush=False)):
             sources.append(hopper.kernel_source(layout, fit_stages(config, layout, 32), BF16))
         if hopper.supports_gemv(layout):
-            sources.append(hopper.gemv_source(layout, GemvConfig(2, 3, 9, 2)))
+            sources.append(hopper.gemv_source(layout, GemvConfig(2, 3, 9, 2), residual=True))
+            sources.append(hopper.gemv_source(layout, GemvConfig(1, 3, 9, 1, gated=True), norm=True))
         for source in sources:
             assert nvrtc.compile_to_cubin(source, "kernel", "sm_90a")
     with pytest.raises(nvrtc.CudaError, match="cannot be compiled"):
@@ -208,6 +210,25 @@ def test_products_equal_the_reference(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize(("name", "dtype"), HALF_FORMATS)
+def test_gemv_is_fused_with_norm_gate_and_residual(name: str, dtype: torch.dtype) -> None:
+    for rows, columns in ((128, 256), (384, 4096), (28672, 2048)):
+        packed, quantized = packed_matrix(name, rows, columns, "cuda")
+        weights = shuffled(describe(packed), dtype)
+        x, norm = (torch.randn(1, columns, device="cuda", dtype=dtype) for _ in range(2))
+        matrix, x64 = quantized.dequantize().double(), x.double()
+        normed = x64 * torch.rsqrt(x64.square().mean() + 1e-5) * norm.double()
+        assert relative_error(hopper.gemv(x, weights, norm=norm, epsilon=1e-5), normed @ matrix.T) < 4e-3
+        gate, up = (normed @ matrix.T).chunk(2, dim=1)
+        gated = hopper.gemv(x, weights, norm=norm, epsilon=1e-5, gated=True)
+        assert relative_error(gated, torch.nn.functional.silu(gate) * up) < 4e-3
+        hidden = torch.randn(1, rows, device="cuda", dtype=dtype)
+        expected = hidden.double() + x64 @ matrix.T
+        assert hopper.gemv(x, weights, residual=hidden) is hidden and relative_error(hidden, expected) < 4e-3
+
+
+@pytest.mark.gpu
+@on_hopper
 @pytest.mark.parametrize(("name", "inputs"), EIGHT_BIT_FORMATS)
 def test_eight_bit_products_equal_the_reference(name: str, inputs: str) -> None:
     from smelt.kernels.gpu.hopper_linear import HopperLinear
@@ -231,11 +252,15 @@ def test_every_configuration_gives_the_same(batch: int) -> None:
     weights = shuffled(describe(packed), BF16)
     x = torch.randn(batch, 2176, device="cuda", dtype=BF16)
     expected = x.double() @ quantized.dequantize().double().T
-    tile_n = next(size for size in hopper.TILE_N if size >= batch)
-    for rows, k_tiles, teams, split, flush in itertools.product((1, 2), (1, 2), (1, 2, 3), (1, 2, 4), (True, False)):
+    fitting = next(size for size in hopper.TILE_N if size >= batch)
+    tiles_n = {fitting, *hopper._WIDE_N} if batch > 128 else {fitting}
+    for tile_n, rows, k_tiles, teams, split, flush in itertools.product(
+        tiles_n, (1, 2, 3), (1, 2), (1, 2, 3), (1, 2, 4), (True, False)
+    ):
         mma = tile_n <= 32
         config = fit_stages(Config(tile_n, rows, 1, k_tiles, teams, 6, split, flush, mma), weights.layout, 17)
-        if config.shared_bytes(weights.layout) > 227 * 1024 or (tile_n > 64 and rows * teams > 2):
+        most = 2 if tile_n > 128 or (tile_n > 64 and flush) else 4 if tile_n > 64 else 6
+        if config.shared_bytes(weights.layout) > 227 * 1024 or rows * teams > most:
             continue
         y = hopper.gemm(x, weights, config=config)
         assert relative_error(y, expected) < 4e-3, config

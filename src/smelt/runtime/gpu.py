@@ -21,6 +21,8 @@ from smelt.kernels.gpu.fused_ops import (
     silu_and_mul,
     silu_and_mul_quantize,
 )
+from smelt.kernels.gpu.hopper import TILE_ROWS
+from smelt.kernels.gpu.hopper import gemv as hopper_gemv
 from smelt.kernels.gpu.hopper_linear import HopperLinear
 from smelt.kernels.gpu.rope import RotaryParams
 from smelt.kernels.gpu.vector import fused_gemv
@@ -77,7 +79,8 @@ class _FusedLinear:
         self.product = _move_to_hopper(layers, dtype)
         merged = layers[0] if len(layers) == 1 else None if self.product is not None else merge_linears(layers)
         self.layers = list(layers) if merged is None else [merged]
-        self.plain = merged is not None and type(merged) is nn.Linear
+        plain = merged is not None and type(merged) is nn.Linear
+        self.fuses_gemv = plain or (self.product is not None and self.product.has_gemv)
 
     @property
     def quant(self) -> RowQuant | None:
@@ -86,7 +89,7 @@ class _FusedLinear:
 
     def norm_forward(self, hidden: Tensor, residual: Tensor | None, norm: Norm) -> Tensor:
         """Project the norm of hidden + residual; the sum replaces hidden in place."""
-        if self.plain and len(hidden) == 1:
+        if self._fuses_norm(hidden, norm):
             return self._gemv(_add_residual(hidden, residual), norm=norm.weight, epsilon=norm.epsilon)
         return self(self._norm(hidden, residual, norm))
 
@@ -94,12 +97,19 @@ class _FusedLinear:
         self, hidden: Tensor, residual: Tensor | None, norm: Norm, quant: RowQuant | None
     ) -> Tensor | QuantizedRows:
         """Do the same, then gate: the first half of the output columns gates the second; then quantize, if asked."""
-        if self.plain and len(hidden) == 1 and self.layers[0].bias is None:
+        if self._fuses_norm(hidden, norm) and self._fuses_gate():
             return self._gemv(_add_residual(hidden, residual), norm=norm.weight, epsilon=norm.epsilon, gated=True)
         gate_up = self(self._norm(hidden, residual, norm))
         if quant is not None and gate_up.shape[1] // 2 <= MAX_QUANTIZED_WIDTH:
             return silu_and_mul_quantize(gate_up, quant)
         return silu_and_mul(gate_up)
+
+    def _fuses_norm(self, hidden: Tensor, norm: Norm) -> bool:
+        return self.fuses_gemv and len(hidden) == 1 and norm.weight.dtype == hidden.dtype
+
+    def _fuses_gate(self) -> bool:
+        whole_tiles = self.product is None or self.product.weights.rows % (2 * TILE_ROWS) == 0
+        return self.layers[0].bias is None and whole_tiles
 
     def _norm(self, hidden: Tensor, residual: Tensor | None, norm: Norm) -> Tensor | QuantizedRows:
         if self.quant is not None and hidden.shape[1] <= MAX_QUANTIZED_WIDTH:
@@ -108,7 +118,7 @@ class _FusedLinear:
 
     def forward_add(self, x: Tensor | QuantizedRows, hidden: Tensor) -> Tensor | None:
         """Project x; return what is still to be added to hidden, or None if the kernel has added it."""
-        if self.plain and len(x) == 1 and isinstance(x, Tensor):
+        if self.fuses_gemv and len(x) == 1 and isinstance(x, Tensor):
             self._gemv(x, residual=hidden)
             return None
         return self(x)
@@ -122,6 +132,8 @@ class _FusedLinear:
 
     def _gemv(self, x: Tensor, **fused: Any) -> Tensor:
         layer: Any = self.layers[0]
+        if self.product is not None:
+            return hopper_gemv(x, self.product.weights, layer.bias, **fused)
         return fused_gemv(x, layer.weight, layer.bias, **fused)
 
 

@@ -8,6 +8,7 @@ the same up to padding, and what is stored on disk does not change.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,6 +24,8 @@ from smelt.numerics.packing import pack, unpack
 HALF, E4M3 = (torch.bfloat16, torch.float16), torch.float8_e4m3fn
 TILE_ROWS, TILE_K = 64, 128
 TILE_N = (8, 16, 32, 64, 96, 128, 256)  # rows of x per block
+_WIDE_N = (128, 144, 160, 192, 256)  # the same for more than 128 rows in half precision
+_WIDE_TEAMS = ((1, 3), (1, 2), (2, 2), (2, 1), (3, 1))  # weight tiles of a block, teams of warpgroups
 _SHARED_BYTES = 227 * 1024
 
 
@@ -104,11 +107,13 @@ class GemvConfig:
     k_groups: int
     stages: int
     split_k: int
+    gated: bool = False  # tiles of two rows of tiles at a time
 
     def shared_bytes(self, layout: Layout, k_tiles: int) -> int:
-        tiles = -(-k_tiles // (self.k_tiles * self.split_k)) * self.k_tiles
-        x = 2 * (tiles * TILE_K + 16) + 20 * tiles
-        return max(self.stages * (self.k_tiles * layout.tile_bytes + 16) + x, self.k_groups * 256)
+        tiles, row_tiles = -(-k_tiles // (self.k_tiles * self.split_k)) * self.k_tiles, 2 if self.gated else 1
+        x = 2 * (tiles * TILE_K + 16) + 36 * tiles
+        stages = self.stages * (self.k_tiles * row_tiles * layout.tile_bytes + 16)
+        return max(stages + x, self.k_groups * row_tiles * 256)
 
 
 def layout_of(matrix: Matrix, operands: torch.dtype) -> Layout | None:
@@ -270,39 +275,52 @@ def gemm(
 
 
 def supports_gemv(layout: Layout) -> bool:
-    return layout.element == "int" and layout.operand_bytes == 2
+    return layout.element in ("int", "e2m1") and layout.operand_bytes == 2
 
 
-def gemv(x: Tensor, weights: ShuffledMatrix, bias: Tensor | None = None, config: GemvConfig | None = None) -> Tensor:
-    """Multiply x [1, columns] -> [1, rows]."""
-    layout, (row_tiles, k_tiles) = weights.layout, weights.tiles.shape[:2]
-    y = torch.empty(1, weights.rows, dtype=x.dtype, device=x.device)
-    config = config or choose_gemv_config(weights, _num_sms(x.device))
-    kernel = _load_gemv(layout, config, k_tiles, x.device)
+def gemv(
+    x: Tensor, weights: ShuffledMatrix, bias: Tensor | None = None, config: GemvConfig | None = None, *,
+    norm: Tensor | None = None, epsilon: float = 0.0, gated: bool = False, residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Multiply x [1, columns] -> [1, rows], or [1, rows / 2] if gated, then half of the rows is a multiple of 64.
+
+    `norm`: weight of an RMSNorm of x; `residual`: updated in place.
+    """
+    layout, k_tiles = weights.layout, weights.tiles.shape[1]
+    rows = weights.rows // 2 if gated else weights.rows
+    y = torch.empty(1, rows, dtype=x.dtype, device=x.device) if residual is None else residual
+    config = config or choose_gemv_config(weights, _num_sms(x.device), gated)
+    kernel = _load_gemv(layout, config, norm is not None, residual is not None, k_tiles, x.device)
+    factor = weights.factor / 2 if layout.element == "e2m1" else weights.factor  # its codes are doubled
     arguments = (
-        _pointer(x), _pointer(weights.tiles), _pointer(weights.row_scale), _pointer(bias), _pointer(y),
-        ctypes.c_float(weights.factor), ctypes.c_int(weights.rows), ctypes.c_int(weights.columns),
+        _pointer(x), _pointer(weights.tiles), _pointer(weights.row_scale), _pointer(bias), _pointer(y), _pointer(norm),
+        ctypes.c_float(factor), ctypes.c_float(epsilon), ctypes.c_int(rows), ctypes.c_int(weights.columns),
         ctypes.c_int(k_tiles),
     )  # fmt: skip
     cluster = (1, config.split_k, 1) if config.split_k > 1 else None
-    kernel.launch((row_tiles, config.split_k, 1), 128 * config.k_groups + 32, arguments, cluster=cluster)
+    kernel.launch((-(-rows // TILE_ROWS), config.split_k, 1), 128 * config.k_groups + 32, arguments, cluster=cluster)
     return y
 
 
 @cache
-def _load_gemv(layout: Layout, config: GemvConfig, k_tiles: int, device: torch.device) -> CudaKernel:
-    cubin = compile_to_cubin(gemv_source(layout, config), "hopper_gemv", "sm_90a")
+def _load_gemv(
+    layout: Layout, config: GemvConfig, norm: bool, residual: bool, k_tiles: int, device: torch.device
+) -> CudaKernel:
+    cubin = compile_to_cubin(gemv_source(layout, config, norm, residual), "hopper_gemv", "sm_90a")
     return CudaKernel.load(cubin, "hopper_gemv", device, config.shared_bytes(layout, k_tiles))
 
 
-def choose_gemv_config(weights: ShuffledMatrix, num_sms: int) -> GemvConfig:
+def choose_gemv_config(weights: ShuffledMatrix, num_sms: int, gated: bool = False) -> GemvConfig:
     """Return the tiles of a GEMV, tuned on an H200."""
     row_tiles, k_tiles = weights.tiles.shape[:2]
-    config = GemvConfig(2, 4, 12, 2 if row_tiles <= 0.75 * num_sms and k_tiles >= 16 else 1)
-    if row_tiles > 1.36 * num_sms:
-        config = GemvConfig(2, 3, 9, 1)
+    blocks, k_steps = (row_tiles // 2, 1) if gated else (row_tiles, 2)
+    config = GemvConfig(k_steps, 4, 12, 2 if blocks <= 0.75 * num_sms and k_tiles >= 16 else 1, gated)
+    if blocks > 1.36 * num_sms:
+        config = GemvConfig(k_steps, 3, 9, 1, gated)
     teams = config.k_groups
-    while config.stages > teams and config.shared_bytes(weights.layout, k_tiles) > _SHARED_BYTES:
+    while (
+        config.stages > teams and config.shared_bytes(weights.layout, k_tiles) > _SHARED_BYTES - 1024
+    ):  # sums of squares
         config = replace(config, stages=config.stages - teams)
     return config
 
@@ -331,16 +349,36 @@ def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
+def _wide_config(batch: int, layout: Layout, row_tiles: int, k_tiles: int, num_sms: int) -> Config:
+    """Return the tiles with the shortest estimated time for many rows of x in half precision.
+
+    A block takes `start` microseconds and those of its products, per weight tile and linear in the rows of x, as
+    measured on an H200; blocks that share columns also add up their results.
+    """
+    times: dict[Config, float] = {}
+    for tile_n, (rows, teams), split_k in itertools.product(_WIDE_N, _WIDE_TEAMS, (1, 2)):
+        config = fit_stages(Config(tile_n, rows, 1, 1, teams, 8, split_k, flush=False), layout, k_tiles)
+        if rows * teams > (4 if tile_n <= 128 else 2) or config.shared_bytes(layout) > _SHARED_BYTES:
+            continue
+        blocks = -(-row_tiles // rows) * -(-batch // tile_n) * split_k
+        start = 3.2 + (split_k - 1) * 2e-4 * 64 * rows * tile_n
+        products = rows * -(-k_tiles // split_k) * (0.17 + 0.00198 * tile_n)
+        times[config] = -(-blocks // num_sms) * (start + products)
+    return min(times, key=times.__getitem__)
+
+
 def choose_config(batch: int, weights: ShuffledMatrix, num_sms: int) -> Config:
     """Return the tiles for a batch size, tuned on an H200 (`benchmarks/gpu_gemm.py --tune` tries them all).
 
     A block has 64 weight rows as long as that fills the GPU at most once; beyond, fewer and larger blocks read x less
-    often. If even such blocks are too few, two share their columns. Many rows of x are multiplied 256 at a time,
-    so that weights are dequantized once for all of them.
+    often. If even such blocks are too few, two share their columns. More than 128 rows of x take the tiles with the
+    shortest estimated time.
     """
     layout, (row_tiles, k_tiles) = weights.layout, weights.tiles.shape[:2]
     tile_n = next((size for size in TILE_N if size >= batch), TILE_N[-1])
     two_sums = layout.grouped and layout.operands == "int8"  # of a group and of all: too many registers
+    if tile_n > 128 and layout.operand_bytes == 2:
+        return _wide_config(batch, layout, row_tiles, k_tiles, num_sms)
     if tile_n > 128 and (two_sums or row_tiles * -(-batch // tile_n) < 0.7 * num_sms):
         tile_n = 128
     blocks = row_tiles * -(-batch // tile_n)
@@ -364,8 +402,7 @@ def choose_config(batch: int, weights: ShuffledMatrix, num_sms: int) -> Config:
         pairs = -(-row_tiles // 2) * -(-batch // tile_n)
         config = Config(tile_n, 2, 1, 1, 1, 8, 1, flush=False)
         if pairs < 0.7 * num_sms:
-            half = Config(tile_n, 1, 1, 1, 2, 8, 1, flush=False)
-            config = half if layout.operand_bytes == 1 else replace(config, split_k=2)
+            config = Config(tile_n, 1, 1, 1, 2, 8, 1, flush=False)
     return fit_stages(config, layout, k_tiles, limit)
 
 
@@ -401,10 +438,11 @@ def kernel_source(layout: Layout, config: Config, dtype: torch.dtype) -> str:
     return _source({**_definitions(layout, dtype), **tiles}, source)
 
 
-def gemv_source(layout: Layout, config: GemvConfig) -> str:
+def gemv_source(layout: Layout, config: GemvConfig, norm: bool = False, residual: bool = False) -> str:
     tiles = {
-        "K_TILES": config.k_tiles, "K_GROUPS": config.k_groups, "STAGES": config.stages,
-        "SPLIT_K": config.split_k, "FOLD": 0, "DEFAULT_ZERO": layout.default_zero,
+        "K_TILES": config.k_tiles, "K_GROUPS": config.k_groups, "STAGES": config.stages, "SPLIT_K": config.split_k,
+        "GATED": int(config.gated), "NORM": int(norm), "RESIDUAL": int(residual), "FOLD": 0,
+        "DEFAULT_ZERO": layout.default_zero,
     }  # fmt: skip
     return _source({**_definitions(layout, getattr(torch, layout.operands)), **tiles}, _read("hopper_gemv.cu"))
 

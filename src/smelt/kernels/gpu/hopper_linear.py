@@ -79,12 +79,17 @@ class HopperLinear:
         )
         return self._multiply_codes(QuantizedRows(codes, scales, x.dtype), bias)
 
+    @property
+    def has_gemv(self) -> bool:
+        """Whether one row of x is multiplied by a kernel that can be fused with the operations around it."""
+        return self.inputs is None and hopper.supports_gemv(self.weights.layout)
+
     def path(self, batch: int) -> str:
         """Return `gemv`, `gemm`, or `expand` (dequantize first)."""
         if self.inputs is not None:
             expands = self.weights.layout.element == "e4m3" and batch > SCALED_MM_BATCH
             return "expand" if expands else "gemm"
-        if batch == 1 and hopper.supports_gemv(self.weights.layout):
+        if batch == 1 and self.has_gemv:
             return "gemv"
         return "gemm" if batch <= GEMM_BATCH else "expand"
 

@@ -1,16 +1,22 @@
-// GEMV with a packed integer matrix on Hopper: y = W x.
+// GEMV with a packed matrix on Hopper: y = W x, fused with the operations around it in a decoder layer.
 //
 // Decoding one token reads every weight once, so instructions per weight decide. Converting 4-bit codes to half
 // precision would take more of them than there is time. Here x becomes fixed-point numbers instead, 15 bits with a
-// power-of-two scale per 128 columns, split into two bytes; codes are multiplied as the bytes they are, by integer
-// mma.sync. Columns 0 and 1 of its right operand are the high and the low bytes of x, so that both sums of a row end up
-// in one thread. Zero points multiply the sum of x.
+// power-of-two scale per 128 columns, split into two bytes; codes are multiplied as bytes by integer mma.sync. Its right
+// operand has eight columns: the high and the low bytes of x, for each of four groups of 16 columns and zero elsewhere.
+// So the sums of the four groups end up in the four lanes of a quad, each with its own scale. Zero points multiply the
+// sum of x.
 //
-// hopper.py defines K_GROUPS, K_TILES, STAGES and SPLIT_K, as for hopper_gemm.cu.
+// NORM: apply RMSNorm to x first; its weights multiply x, and its divisor the results. GATED: W has `rows` rows of the
+// gate projection, then `rows` of the up projection; a block computes 64 of both. RESIDUAL: add the results to y.
+//
+// hopper.py defines these, and K_GROUPS, K_TILES, STAGES and SPLIT_K, as for hopper_gemm.cu.
 
+constexpr int ROW_TILES = GATED ? 2 : 1;
 constexpr int CONSUMERS = 128 * K_GROUPS, THREADS = CONSUMERS + 32;
-constexpr int STAGE = K_TILES * W_TILE;
-constexpr int LOADS = 4;  // of x in flight in a warp
+constexpr int STAGE = K_TILES * ROW_TILES * W_TILE;
+constexpr int LOADS = 4;                      // of x in flight in a warp
+constexpr int PAIRS = GROUPS > 1 ? 1 : 2;     // of matrix instructions that share a scale: 64 columns each
 
 // Return the place of a column among the 16 of a step: four columns of a thread's fragment are neighbors.
 __device__ __forceinline__ int byte_of_column(int column) {
@@ -18,10 +24,24 @@ __device__ __forceinline__ int byte_of_column(int column) {
     return 4 * thread + (BITS == 8 ? low + 2 * high : 2 * low + high);
 }
 
-// Unpack the codes of 16 columns: those of `row` and of `row + 8`, four in a register.
+// Select bytes of two words by the four low nibbles of a third; a nibble from 8 on repeats the sign of its byte.
+__device__ __forceinline__ u32 permute(u32 low, u32 high, u32 selector) {
+    u32 result;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "r"(selector));
+    return result;
+}
+
+// Unpack the codes of 16 columns as bytes: those of `row` and of `row + 8`, four in a register.
 template <int WORDS>
 __device__ __forceinline__ void unpack(u32& first, u32& second, const u32 (&words)[WORDS], int step) {
-#if BITS == 4
+#if FORMAT == FORMAT_E2M1
+    // Twice the value plus 12: 12 minus the magnitude, plus twice the magnitude unless the sign bit is set
+    const u32 word = words[step], magnitudes = word & 0x77777777u;
+    const u32 low = permute(0x06040200u, 0x18100C08u, word) + permute(0x090A0B0Cu, 0x00040608u, magnitudes);
+    const u32 high = permute(0x06040200u, 0x18100C08u, word >> 16) + permute(0x090A0B0Cu, 0x00040608u, magnitudes >> 16);
+    first = permute(low, high, 0x6420);
+    second = permute(low, high, 0x7531);
+#elif BITS == 4
     first = words[step] & 0x0F0F0F0Fu;
     second = (words[step] >> 4) & 0x0F0F0F0Fu;
 #elif BITS == 8
@@ -39,17 +59,53 @@ __device__ __forceinline__ void unpack(u32& first, u32& second, const u32 (&word
 #endif
 }
 
-__device__ __forceinline__ void mma(int (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+// Return the scale of a row for one of the eight groups of 16 columns of a tile.
+__device__ __forceinline__ float group_scale(const u8* scales, int row, int sixteen) {
+#if FORMAT == FORMAT_E2M1
+    const u32 code = scales[row * GROUPS + sixteen * GROUPS / 8];
+#if SCALE_E4M3
+    return __uint_as_float((code & 0x7F) << 20) * __uint_as_float(0x7B800000u);  // 2^120
+#else
+    return __uint_as_float(code ? code << 23 : 0x00400000u);  // a power of two; 2^-127 is subnormal
+#endif
+#elif SCALE_BYTES
+    return load_scale(scales, 64 * (sixteen * GROUPS / 8) + row);
+#else
+    return 1.0f;
+#endif
+}
+
+__device__ __forceinline__ int group_zero(const u8* scales, int row, int sixteen) {
+#if FORMAT == FORMAT_E2M1
+    return 12;
+#elif ZERO_BYTES
+    return (scales + 64 * GROUPS * SCALE_BYTES)[64 * (sixteen * GROUPS / 8) + row];
+#else
+    return DEFAULT_ZERO;
+#endif
+}
+
+__device__ __forceinline__ void mma(int (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void load_four(float (&values)[4], const u16* from) {
+    const uint2 loaded = *(const uint2*)from;
+    values[0] = from_half((u16)loaded.x);
+    values[1] = from_half((u16)(loaded.x >> 16));
+    values[2] = from_half((u16)loaded.y);
+    values[3] = from_half((u16)(loaded.y >> 16));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) hopper_gemv(
     const u16* __restrict__ x, const u8* __restrict__ weights, const float* __restrict__ row_scale,
-    const u16* __restrict__ bias, u16* __restrict__ y, float factor, int rows, int columns, int k_tiles) {
+    const u16* __restrict__ bias, u16* __restrict__ y, const u16* __restrict__ norm, float factor, float epsilon, int rows,
+    int columns, int k_tiles) {
     extern __shared__ __align__(1024) u8 memory[];
+    __shared__ float squares[THREADS / 32];
     const int thread = threadIdx.x, group = thread / 128, lane = thread % 32, rank = blockIdx.y;
     const int steps = (k_tiles + K_TILES - 1) / K_TILES;
     const int first = steps * rank / SPLIT_K, count = steps * (rank + 1) / SPLIT_K - first;
@@ -58,8 +114,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_gemv(
     const int stride = tiles * TILE_K + 16;  // of a row of bytes, which shifts rows by four banks
     u8* const bytes = memory + STAGES * STAGE + 16 * STAGES;  // [2, stride]
     float* const x_scale = (float*)(bytes + 2 * stride);      // [tiles]
-    int* const x_sum = (int*)(x_scale + tiles);               // [tiles, 4], of 32 columns each
-    float* const out = (float*)memory;                        // [K_GROUPS, 64], at the end
+    int* const x_sum = (int*)(x_scale + tiles);               // [tiles, 8], of 16 columns each
+    float* const out = (float*)memory;                        // [K_GROUPS, ROW_TILES, 64], at the end
 
     asm volatile("griddepcontrol.launch_dependents;");
     if (thread == 0) {
@@ -73,26 +129,50 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_gemv(
 
     auto copy_weights = [&](int step, int stage) {
         const int k = (first + step) * K_TILES, size = min(K_TILES, k_tiles - k) * W_TILE;
-        barrier_expect(full + 8 * stage, size);
-        copy_tile(shared_address(memory + stage * STAGE), weights + ((u64)blockIdx.x * k_tiles + k) * W_TILE, size,
-                  full + 8 * stage);
+        barrier_expect(full + 8 * stage, ROW_TILES * size);
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; r++)
+            copy_tile(shared_address(memory + stage * STAGE + r * K_TILES * W_TILE),
+                      weights + ((u64)(blockIdx.x + r * (rows / 64)) * k_tiles + k) * W_TILE, size, full + 8 * stage);
     };
     if (thread == CONSUMERS)
         for (int step = 0; step < min(STAGES, count); step++) copy_weights(step, step);
     asm volatile("griddepcontrol.wait;" ::: "memory");  // x comes from the kernel before
+#if NORM
+    float square = 0.0f;
+    for (int column = 4 * thread; column < columns; column += 4 * THREADS) {
+        float values[4];
+        load_four(values, x + column);
+#pragma unroll
+        for (int i = 0; i < 4; i++) square += values[i] * values[i];
+    }
+#pragma unroll
+    for (int i = 16; i; i /= 2) square += __shfl_xor_sync(~0u, square, i);
+    if (lane == 0) squares[thread / 32] = square;
+#endif
     for (int start = thread / 32; start < tiles; start += LOADS * (THREADS / 32)) {  // one warp for 128 columns
-        uint2 loaded[LOADS];
+        float loaded[LOADS][4];
 #pragma unroll
         for (int load = 0; load < LOADS; load++) {
             const int tile = start + load * (THREADS / 32), column = (first_tile + tile) * TILE_K + 4 * lane;
-            loaded[load] = tile < tiles && column < columns ? *(const uint2*)(x + column) : make_uint2(0, 0);
+            const bool inside = tile < tiles && column < columns;
+#pragma unroll
+            for (int i = 0; i < 4; i++) loaded[load][i] = 0.0f;
+            if (inside) load_four(loaded[load], x + column);
+#if NORM
+            float by[4];
+            if (inside) {
+                load_four(by, norm + column);
+#pragma unroll
+                for (int i = 0; i < 4; i++) loaded[load][i] *= by[i];
+            }
+#endif
         }
 #pragma unroll
         for (int load = 0; load < LOADS; load++) {
             const int tile = start + load * (THREADS / 32);
             if (tile >= tiles) break;
-            const float values[4] = {from_half((u16)loaded[load].x), from_half((u16)(loaded[load].x >> 16)),
-                                     from_half((u16)loaded[load].y), from_half((u16)(loaded[load].y >> 16))};
+            const float (&values)[4] = loaded[load];
             float amax = 0.0f, sum = 0.0f;
 #pragma unroll
             for (int i = 0; i < 4; i++) {
@@ -117,10 +197,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_gemv(
                 bytes[stride + at] = (u8)(value - 256 * high);
                 total += value;
             }
-#pragma unroll
-            for (int i = 4; i; i /= 2) total += __shfl_xor_sync(~0u, total, i);
+            total += __shfl_xor_sync(~0u, total, 1);
+            total += __shfl_xor_sync(~0u, total, 2);
             if (lane == 0) x_scale[tile] = unit + sum;
-            if (lane % 8 == 0) x_sum[tile * 4 + lane / 8] = total;
+            if (lane % 4 == 0) x_sum[tile * 8 + lane / 4] = total;
         }
     }
     __syncthreads();
@@ -133,10 +213,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_gemv(
             }
         }
     } else {
-        const int row = thread % 128 / 32 * 16 + lane / 4;
-        const bool present = lane / 4 < 2;  // the other columns are zero
-        const u8* const my_bytes = bytes + (present ? lane / 4 : 0) * stride + 4 * (lane % 4);
-        float acc[2] = {0.0f, 0.0f};
+        const int row = thread % 128 / 32 * 16 + lane / 4, quad = lane % 4, column = lane / 4;
+        const int sixteen = column / 2 % 2;  // of the 32 columns of an instruction, those that this lane has
+        const u8* const my_bytes = bytes + column % 2 * stride + 16 * sixteen + 4 * quad;
+        float acc[ROW_TILES][2];
+#pragma unroll
+        for (int i = 0; i < 2 * ROW_TILES; i++) acc[i / 2][i % 2] = 0.0f;
         for (int step = group; step < count; step += K_GROUPS) {
             const int stage = step % STAGES;
             barrier_wait(full + 8 * stage, (step / STAGES) & 1);
@@ -144,37 +226,34 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_gemv(
             for (int t = 0; t < K_TILES; t++) {
                 const int tile = step * K_TILES + t;
                 if (K_TILES > 1 && tile >= tiles) break;
-                const u8* const codes = memory + stage * STAGE + t * W_TILE;
-                const u8* const scales = codes + CODE_BYTES;
-                u32 words[WORDS];
-                load_words(words, codes, thread % 128);
+                u32 right[4];
 #pragma unroll
-                for (int g = 0; g < GROUP_LOOPS; g++) {
-                    int sums[4] = {0, 0, 0, 0}, total = 0;
+                for (int k = 0; k < 4; k++)  // an instruction has data of this lane if its two columns are for these 32
+                    right[k] = column / 4 == k % 2 ? *(const u32*)(my_bytes + tile * TILE_K + 32 * k) : 0;
 #pragma unroll
-                    for (int k = g * 8 / GROUP_LOOPS; k < (g + 1) * 8 / GROUP_LOOPS; k += 2) {
-                        u32 a[4];
-                        unpack<WORDS>(a[0], a[1], words, k);
-                        unpack<WORDS>(a[2], a[3], words, k + 1);
-                        u32 b0 = *(const u32*)(my_bytes + tile * TILE_K + 16 * k);
-                        u32 b1 = *(const u32*)(my_bytes + tile * TILE_K + 16 * k + 16);
-                        mma(sums, a[0], a[1], a[2], a[3], present ? b0 : 0, present ? b1 : 0);
-                        total += x_sum[tile * 4 + k / 2];
-                    }
-                    const float unit = x_scale[tile];
+                for (int r = 0; r < ROW_TILES; r++) {
+                    const u8* const codes = memory + stage * STAGE + (r * K_TILES + t) * W_TILE;
+                    const u8* const scales = codes + CODE_BYTES;
+                    u32 words[WORDS];
+                    load_words(words, codes, thread % 128);
 #pragma unroll
-                    for (int i = 0; i < 2; i++) {
-#if ZERO_BYTES
-                        const int zero = (scales + 64 * GROUPS * SCALE_BYTES)[64 * g + row + 8 * i];
-#else
-                        const int zero = DEFAULT_ZERO;
-#endif
-#if SCALE_BYTES
-                        const float scale = unit * load_scale(scales, 64 * g + row + 8 * i);
-#else
-                        const float scale = unit;
-#endif
-                        acc[i] += scale * (float)(256 * sums[2 * i] + sums[2 * i + 1] - zero * total);
+                    for (int pair = 0; pair < 2; pair += PAIRS) {
+                        int sums[4] = {0, 0, 0, 0}, total = 0;
+#pragma unroll
+                        for (int k = 2 * pair; k < 2 * (pair + PAIRS); k++) {
+                            u32 left[4];
+                            unpack<WORDS>(left[0], left[1], words, 2 * k);
+                            unpack<WORDS>(left[2], left[3], words, 2 * k + 1);
+                            mma(sums, left, sixteen ? 0 : right[k], sixteen ? right[k] : 0);
+                            if (k % 2 == 0) total += x_sum[tile * 8 + 2 * k + quad];
+                        }
+#pragma unroll
+                        for (int i = 0; i < 2; i++) {
+                            const int sum = 256 * sums[2 * i] + sums[2 * i + 1];
+                            const int zero = group_zero(scales, row + 8 * i, 4 * pair + quad);
+                            const float scale = x_scale[tile] * group_scale(scales, row + 8 * i, 4 * pair + quad);
+                            acc[r][i] += scale * (float)(sum - zero * total);
+                        }
                     }
                 }
             }
@@ -182,9 +261,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_gemv(
             if (lane == 0) barrier_arrive(empty + 8 * stage);
         }
         asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
-        if (lane % 4 == 0)
 #pragma unroll
-            for (int i = 0; i < 2; i++) out[group * 64 + row + 8 * i] = acc[i];
+        for (int i = 0; i < 2 * ROW_TILES; i++) {
+            float sum = acc[i / 2][i % 2];
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            if (quad == 0) out[(group * ROW_TILES + i / 2) * 64 + row + i % 2 * 8] = sum;
+        }
     }
     __syncwarp();
 #if SPLIT_K > 1
@@ -194,25 +277,41 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_gemv(
 #endif
     const int at = blockIdx.x * 64 + thread;
     if (thread < 64 && thread / 32 % SPLIT_K == rank && at < rows) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int peer = 0; peer < SPLIT_K; peer++)
-#pragma unroll
-            for (int team = 0; team < K_GROUPS; team++) {
-                const float* const local = out + team * 64 + thread;
-#if SPLIT_K > 1
-                u32 remote;
-                float part;
-                asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(local)), "r"(peer));
-                asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(part) : "r"(remote) : "memory");
-                sum += part;
-#else
-                sum += *local;
+#if NORM
+        float square = 0.0f;
+        for (int warp = 0; warp < THREADS / 32; warp++) square += squares[warp];
+        factor *= rsqrtf(square / columns + epsilon);
 #endif
-            }
-        sum *= factor * (row_scale ? row_scale[at] : 1.0f);
-        if (bias) sum += from_half(bias[at]);
-        y[at] = (u16)to_pair(sum, 0.0f);
+        float results[ROW_TILES];
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; r++) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int peer = 0; peer < SPLIT_K; peer++)
+#pragma unroll
+                for (int team = 0; team < K_GROUPS; team++) {
+                    const float* const local = out + (team * ROW_TILES + r) * 64 + thread;
+#if SPLIT_K > 1
+                    u32 remote;
+                    float part;
+                    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(local)), "r"(peer));
+                    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(part) : "r"(remote) : "memory");
+                    sum += part;
+#else
+                    sum += *local;
+#endif
+                }
+            results[r] = sum * factor * (row_scale ? row_scale[at + r * rows] : 1.0f);
+        }
+        float result = results[0];
+        if (bias) result += from_half(bias[at]);
+#if GATED
+        result = result / (1.0f + __expf(-result)) * results[1];
+#endif
+#if RESIDUAL
+        result += from_half(y[at]);
+#endif
+        y[at] = (u16)to_pair(result, 0.0f);
     }
 #if SPLIT_K > 1
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
