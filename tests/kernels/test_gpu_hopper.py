@@ -161,6 +161,19 @@ def test_shared_memory_and_stages_fit() -> None:
         assert hopper.choose_gemv_config(weights, 132).shared_bytes(layout, columns // 128) <= 227 * 1024
 
 
+def test_kernels_of_all_batch_sizes_are_known_before_any_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper_linear = pytest.importorskip("smelt.kernels.gpu.hopper_linear")
+    monkeypatch.setattr(hopper_linear, "num_sms", lambda _: 132)
+    for name, operands, inputs in (("int4/128@float16", BF16, None), ("fp8-e4m3", E4M3, "fp8-e4m3")):
+        weights = shuffled(describe(packed_matrix(name, 6144, 1024)[0]), operands)
+        product = hopper_linear.HopperLinear(weights, inputs and ActivationQuant(get_format(inputs)))
+        known = product.kernel_sources(BF16)
+        for batch in (2, 3, 17, 33, 90, 128, 129, 143, 145, 200, 255, 257, 300, 512, 1000, 1025, 2047, 2048):
+            config = hopper.choose_config(batch, weights, 132)
+            taken = product.path(batch) == "gemm"
+            assert not taken or hopper.kernel_source(weights.layout, config, BF16) in known, batch
+
+
 def test_all_kernels_compile(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         nvrtc._nvrtc()

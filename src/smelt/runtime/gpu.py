@@ -21,9 +21,10 @@ from smelt.kernels.gpu.fused_ops import (
     silu_and_mul,
     silu_and_mul_quantize,
 )
-from smelt.kernels.gpu.hopper import TILE_ROWS
+from smelt.kernels.gpu.hopper import ARCHITECTURE, GEMM_KERNEL, TILE_ROWS
 from smelt.kernels.gpu.hopper import gemv as hopper_gemv
 from smelt.kernels.gpu.hopper_linear import HopperLinear
+from smelt.kernels.gpu.nvrtc import compile_all
 from smelt.kernels.gpu.rope import RotaryParams
 from smelt.kernels.gpu.vector import fused_gemv
 from smelt.models.quantized import QuantizedLinear
@@ -47,6 +48,15 @@ class FusedNetwork:
         ]
         self._output_projections = [_FusedLinear([part.output], dtype) for part in network.parts]
         self._lm_head = _FusedLinear([network.lm_head], dtype)
+
+    def compile_kernels(self) -> None:
+        """Compile the matmuls of every batch size, so that no later step has to."""
+        linears = (*self._input_projections, *self._output_projections, self._lm_head)
+        products = [linear.product for linear in linears if linear.product is not None]
+        shapes = {(product.weights.layout, *product.weights.tiles.shape): product for product in products}
+        dtype = self.decoder.embedding.dtype
+        sources = {source for product in shapes.values() for source in product.kernel_sources(dtype)}
+        compile_all(sources, GEMM_KERNEL, ARCHITECTURE)
 
     def hidden(self, hidden: Tensor, attend: Attend) -> Tensor:  # [tokens, width] -> the same
         """Run all layers in place and return the hidden states before the final norm."""

@@ -21,6 +21,7 @@ from smelt.kernels.gpu.matrix import Matrix
 from smelt.kernels.gpu.nvrtc import CudaKernel, compile_to_cubin, tensor_map
 from smelt.numerics.packing import pack, unpack
 
+ARCHITECTURE, GEMM_KERNEL = "sm_90a", "hopper_gemm"
 HALF, E4M3 = (torch.bfloat16, torch.float16), torch.float8_e4m3fn
 TILE_ROWS, TILE_K = 64, 128
 TILE_N = (8, 16, 32, 64, 96, 128, 256)  # rows of x per block
@@ -306,7 +307,7 @@ def gemv(
 def _load_gemv(
     layout: Layout, config: GemvConfig, norm: bool, residual: bool, k_tiles: int, device: torch.device
 ) -> CudaKernel:
-    cubin = compile_to_cubin(gemv_source(layout, config, norm, residual), "hopper_gemv", "sm_90a")
+    cubin = compile_to_cubin(gemv_source(layout, config, norm, residual), "hopper_gemv", ARCHITECTURE)
     return CudaKernel.load(cubin, "hopper_gemv", device, config.shared_bytes(layout, k_tiles))
 
 
@@ -341,7 +342,7 @@ def dequantize(weights: ShuffledMatrix) -> Tensor:
 
 @cache
 def load_dequantize(layout: Layout, device: torch.device) -> CudaKernel:
-    cubin = compile_to_cubin(dequantize_source(layout), "hopper_dequantize", "sm_90a")
+    cubin = compile_to_cubin(dequantize_source(layout), "hopper_dequantize", ARCHITECTURE)
     return CudaKernel.load(cubin, "hopper_dequantize", device)
 
 
@@ -420,8 +421,8 @@ def fit_stages(config: Config, layout: Layout, k_tiles: int, limit: int = _SHARE
 
 @cache
 def load_kernel(layout: Layout, config: Config, dtype: torch.dtype, device: torch.device) -> CudaKernel:
-    cubin = compile_to_cubin(kernel_source(layout, config, dtype), "hopper_gemm", "sm_90a")
-    return CudaKernel.load(cubin, "hopper_gemm", device, config.shared_bytes(layout))
+    cubin = compile_to_cubin(kernel_source(layout, config, dtype), GEMM_KERNEL, ARCHITECTURE)
+    return CudaKernel.load(cubin, GEMM_KERNEL, device, config.shared_bytes(layout))
 
 
 def kernel_source(layout: Layout, config: Config, dtype: torch.dtype) -> str:

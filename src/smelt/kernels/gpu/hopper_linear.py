@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from smelt.kernels.gpu import hopper, launch
 from smelt.kernels.gpu.activations import QuantizedRows, RowQuant
+from smelt.kernels.gpu.arch import num_sms
 from smelt.kernels.gpu.linear import EightBit, WeightOnly, amax_code
 from smelt.kernels.gpu.matrix import Matrix, describe
 from smelt.kernels.gpu.nvrtc import CudaError
@@ -83,6 +84,13 @@ class HopperLinear:
     def has_gemv(self) -> bool:
         """Whether one row of x is multiplied by a kernel that can be fused with the operations around it."""
         return self.inputs is None and hopper.supports_gemv(self.weights.layout)
+
+    def kernel_sources(self, dtype: torch.dtype) -> set[str]:
+        """Return the source of every GEMM that some batch size takes, for results of a dtype."""
+        sms, layout = num_sms(self.weights.tiles.device), self.weights.layout
+        batches = (*hopper.TILE_N, *range(128, GEMM_BATCH + 1, 16))  # tiles change at multiples of 16 rows
+        configs = {hopper.choose_config(batch, self.weights, sms) for batch in batches if self.path(batch) == "gemm"}
+        return {hopper.kernel_source(layout, config, dtype) for config in configs}
 
     def path(self, batch: int) -> str:
         """Return `gemv`, `gemm`, or `expand` (dequantize first)."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -52,6 +54,12 @@ def compile_to_cubin(source: str, name: str, architecture: str) -> bytes:
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
     _write_atomically(cached, cubin.raw)
     return cubin.raw
+
+
+def compile_all(sources: Iterable[str], name: str, architecture: str) -> None:
+    """Compile many sources into the cache, in parallel."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda source: compile_to_cubin(source, name, architecture), sources))
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,9 @@ class GpuRunner:
 
     @torch.inference_mode()
     def warmup(self) -> None:
-        """Capture every batch size, the largest first: the others reuse its memory."""
+        """Compile all kernels, and capture every batch size, the largest first: the others reuse its memory."""
         if self.cuda_graphs:
+            self.network.compile_kernels()
             for size in reversed(PREFILL_SIZES if isinstance(self.pages, PagedGpuPages) else ()):
                 self._captured_prefill_graph(size)
             max_size = next(size for size in CAPTURE_SIZES if size >= min(self.max_num_seqs, CAPTURE_SIZES[-1]))
