@@ -20,6 +20,7 @@ from smelt.errors import ConfigError, ModelError, RequestError, SmeltError
 from smelt.kernels import linear
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
+from smelt.numerics import get_format
 from smelt.serve.engine.config import EngineConfig, KVCacheConfig
 from smelt.serve.engine.engine import Engine, RequestOutput
 from smelt.serve.engine.request import Request, RequestStatus
@@ -70,6 +71,25 @@ def test_greedy_tokens_match_transformers(name: str) -> None:
     network = BUILDS[name]()
     reference = [expected(network, prompt) for prompt in prompts()]
     assert answers(Engine(Model(network), **SMALL), prompts()) == reference
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_quantized_lm_head_gives_the_tokens_of_its_rounded_weights(name: str) -> None:
+    """The head alone is rounded: not the table of embeddings, which GPT-2 shares with it."""
+    network = BUILDS[name]()
+    engine = Engine(Model(copy.deepcopy(network)), **SMALL, lm_head_dtype="int8")
+    assert engine.backend.endswith(", int8 LM head") and "lm_head" in quantized_layers(engine.model.network)
+    table = network.get_input_embeddings().weight
+    assert torch.equal(engine.model.network.get_input_embeddings().weight, table)
+    head = network.get_output_embeddings()
+    rounded = get_format("int8/row").quantize(head.weight.detach()).dequantize()
+    head.weight = torch.nn.Parameter(rounded)
+    network.config.tie_word_embeddings = False
+    assert answers(engine, prompts()) == [expected(network, prompt) for prompt in prompts()]
+    with pytest.raises(ConfigError, match="there is no LM head dtype 'int2'; there is int8"):
+        Engine(Model(network), **SMALL, lm_head_dtype="int2")
+    with pytest.raises(ModelError, match="a quantized LM head is not split over several devices yet"):
+        Engine(Model(network), **SMALL, lm_head_dtype="int8", tensor_parallel_size=2)
 
 
 @pytest.fixture(scope="module")

@@ -323,6 +323,19 @@ def quantized_layers(network: nn.Module) -> dict[str, QuantizedLinear]:
     return {path: module for path, module in network.named_modules() if isinstance(module, QuantizedLinear)}
 
 
+def quantize_lm_head(network: Any, weight: Format) -> None:
+    """Replace the LM head by a quantized one, rounded to nearest; a tied table of embeddings stays as it is."""
+    head = network.get_output_embeddings()
+    if isinstance(head, QuantizedLinear):
+        return
+    if type(head) is not nn.Linear:
+        raise ModelError("this network has no linear LM head that could be quantized.")
+    quantized = weight.quantize(head.weight.detach().float())
+    bias = None if head.bias is None else head.bias.detach()
+    layer = QuantizedLinear.from_quantized(quantized, QuantizationScheme(weight), bias=bias, dtype=head.weight.dtype)
+    network.set_output_embeddings(layer.to(head.weight.device))
+
+
 def prepare_quantized_layers(network: nn.Module, schemes: Any, where: str) -> None:
     """Replace the named layers of a freshly built network by quantized ones without tensors."""
     if not isinstance(schemes, dict):

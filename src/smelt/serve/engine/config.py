@@ -72,14 +72,19 @@ class EngineConfig:
     adapters: Mapping[str, str | Path] = field(default_factory=dict)  # LoRA adapters by name: folders in PEFT's format
     tensor_parallel_size: int = 1
     compiled: bool = True  # False: run the network eagerly even where a compiled path exists
+    lm_head_dtype: str | None = None  # int8: quantize the LM head at load, per row; by default as the model has it
     kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
 
     def __post_init__(self) -> None:
         _check_positive(
             self, "max_num_batched_tokens", "max_num_seqs", "prefill_chunk_size", "max_queued", "tensor_parallel_size"
         )
+        if self.lm_head_dtype not in (None, "int8"):
+            raise ConfigError(f"there is no LM head dtype {self.lm_head_dtype!r}; there is int8.")
         if self.tensor_parallel_size > 1:
             cache = self.kv_cache
+            if self.lm_head_dtype is not None:
+                raise ModelError("a quantized LM head is not split over several devices yet: use one.")
             if cache.kv_profile is not None:
                 raise ModelError("a per-head KV cache is not split over several devices yet: use one.")
             if cache.page_selection is not None:

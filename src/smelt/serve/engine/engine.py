@@ -77,6 +77,12 @@ class Engine:
             ("steps", "computed_tokens", "preemptions", "prompt_tokens", "cached_tokens", "generated_tokens"), 0
         )
 
+    @property
+    def backend(self) -> str:
+        """Return what runs a step, and what it quantizes that the model does not."""
+        head = self.config.lm_head_dtype
+        return self.runner.backend + (f", {head} LM head" if head is not None else "")
+
     def warmup(self, lengths: Sequence[int] | None = None) -> None:
         """Compile and capture before the first request: steps of every batch size, and prompts of these lengths; by
         default those that a GPU needs, and none on CPU."""

@@ -17,8 +17,8 @@ from smelt.kvcache.streaming.config import BoundedCacheConfig
 from smelt.kvcache.streaming.infinipot import InfiniPotCompressor
 from smelt.measure.memory import free_memory
 from smelt.models.model import Model
-from smelt.models.quantized import dequantize_without_kernel, quantized_layers
-from smelt.numerics.catalog import format_name
+from smelt.models.quantized import dequantize_without_kernel, quantize_lm_head, quantized_layers
+from smelt.numerics.catalog import format_name, get_format
 from smelt.runtime import decoder
 from smelt.serve.engine.adapters import Adapters
 from smelt.serve.engine.attention import block_bytes, kv_quant_format, row_bytes
@@ -115,6 +115,8 @@ class _ResolvedConfig:
 def build(model: Model, config: EngineConfig, adapters: Adapters) -> tuple[Scheduler, Runner]:
     """Build the scheduler and the runner that the KV cache's policy asks for."""
     dtype = resolve_kv_cache_dtype(model, config.kv_cache.kv_cache_dtype)
+    if config.lm_head_dtype is not None:
+        quantize_lm_head(model.network, get_format(f"{config.lm_head_dtype}/row"))
     resolved = _ResolvedConfig(model, config, adapters, config.resolve_max_model_len(model), dtype)
     cache = config.kv_cache
     if cache.kv_token_cap is not None:

@@ -159,7 +159,7 @@ def measure_throughput(
         row, prefill_rate = measure_batch(engine, requests, limit, seed + position, weights / bandwidth)
         rows.append(row)
     return Throughput(
-        workload.name, str(engine.model.device), engine.runner.backend, _layers(engine), startup,
+        workload.name, str(engine.model.device), engine.backend, _layers(engine), startup,
         bandwidth, tuple(rows), tuple(skipped),
     )  # fmt: skip
 
@@ -227,7 +227,7 @@ def _weight_bytes(network: nn.Module) -> int:
     tensors = {tensor.data_ptr(): tensor.nbytes for tensor in (*network.parameters(), *network.buffers())}
     embeddings = network.get_input_embeddings().weight  # type: ignore[operator]
     output = network.get_output_embeddings()  # type: ignore[operator]
-    tied = output is not None and getattr(output, "weight", None) is embeddings
+    tied = isinstance(output, nn.Linear) and output.weight is embeddings
     return sum(tensors.values()) - (0 if tied else embeddings.nbytes)
 
 

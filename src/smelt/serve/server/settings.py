@@ -80,6 +80,9 @@ class ServeConfig:
     kv_cache_dtype: Literal["model", "int8", "fp8", "int4"] | None = _option(
         None, "model, int8, fp8 or int4; by default as the artifact says.", metavar="DTYPE"
     )
+    lm_head_dtype: Literal["int8"] | None = _option(
+        None, "int8: quantize the LM head at load; by default as the model has it.", metavar="DTYPE"
+    )
     max_queued: int = _option(
         ServerLimits.max_queued, "Maximum waiting answers; more are refused with status 429.", minimum=0
     )
@@ -129,6 +132,7 @@ class ServeConfig:
             "tensor_parallel_size": self.tensor_parallel_size,
             "kv_cache_bytes": None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30),
             "kv_cache_dtype": self.kv_cache_dtype,
+            "lm_head_dtype": self.lm_head_dtype,
             "enable_prefix_caching": self.enable_prefix_caching,
             "kv_profile": self.kv_profile,
             "page_selection": {"token_budget": self.kv_budget} if self.kv_select else None,

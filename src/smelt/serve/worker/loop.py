@@ -121,7 +121,7 @@ class EngineWorker:
             max_model_len=engine.max_model_len,
             max_request_tokens=engine.max_request_tokens,
             vocab_size=engine.vocab_size,
-            backend=engine.runner.backend,
+            backend=engine.backend,
             blocks=engine.pool.num_blocks,
             block_size=engine.pool.block_size,
             state=engine.state(),
