@@ -185,16 +185,26 @@ def test_a_served_model_shows_what_its_users_see() -> None:
         "layers": {"hopper": 7, "dense bfloat16": 1},
         "copy_bandwidth": 4e12,
         "rows": [row],
+        "layer_backends": {
+            **{f"model.layers.{block}.mlp.up_proj": "hopper" for block in range(7)},
+            "model.layers.7.mlp.up_proj": "dense bfloat16",
+            "lm_head": "dense bfloat16",
+        },
     }
+    before = {"layer_backends": {"model.layers.0.mlp.up_proj": "dense float16"}}
     entry = {"name": "served, 8 streams, chat", "device": "cuda", "ratio": 0.9}
     entry |= {"before": {**row, "median_ms": 6.0, "tokens_per_second": 1371.0}, "after": {**row, "median_ms": 6.5}}
-    run = {"title": "t", "model": "m", "speed": [entry], "engine": {"after": after, "slowdown": "slower at 8: <cause>"}}
+    engine = {"before": before, "after": after, "slowdown": "slower at 8: <cause>"}
+    run = {"title": "t", "model": "m", "speed": [entry], "engine": engine}
     text = Page(render(run)).text
     for expected in (
         "1,234 tokens/s, first token 20.0 ms", "1,371 tokens/s", "7 hopper, 1 dense bfloat16", "(fused-gpu)",
-        "25% at 8", "4,000 GB/s", "slower at 8: <cause>",
+        "25% at 8", "4,000 GB/s", "slower at 8: <cause>", "hopper (7), dense bfloat16 (1)", "dense float16 (1)",
     ):  # fmt: skip
         assert expected in text
+    assert "mlp.up_proj" in text and "layers.7" not in text and "lm_head" in text
+    del engine["before"], after["layer_backends"]  # of a report that was written before layers were listed
+    assert "7 hopper" in Page(render(run)).text
 
 
 def test_a_quality_change_within_its_interval_is_not_called_worse(run: dict[str, Any]) -> None:

@@ -41,3 +41,13 @@ def test_markup_in_a_name_is_shown_verbatim(run: dict[str, Any]) -> None:
 
 def test_an_empty_run_is_an_empty_table() -> None:
     assert summary_table({"title": "t", "model": "m"}).row_count == 0
+
+
+def test_the_caption_says_what_computed_the_layers(run: dict[str, Any]) -> None:
+    row = {"streams": 64, "share_of_roofline": 0.25}
+    run["engine"] = {
+        "after": {"backend": "fused", "layers": {"[hopper]": 7}, "copy_bandwidth": 4e12, "rows": [row]},
+    }
+    text = " ".join(render_text(run).split())
+    for expected in ("(fused)", "Linear layers: 7 [hopper]", "25% at 64", "4,000 GB/s of a large copy"):
+        assert expected in text

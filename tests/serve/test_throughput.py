@@ -74,7 +74,10 @@ def test_all_batch_sizes_are_timed(model: str, monkeypatch: pytest.MonkeyPatch) 
     for row in result.rows:
         assert row.complete and row.first_token_ms > 0 and row.share_of_roofline > 0
         assert row.streams * 8 / row.tokens_per_second >= row.first_token_ms / 1e3
-    assert result.backend and sum(result.layers.values()) > 0 and result.copy_bandwidth > 1e6
+    assert result.backend and result.copy_bandwidth > 1e6
+    assert result.layers == {"dense float32": len(result.layer_backends)}
+    assert {"lm_head", "model.layers.0.mlp.up_proj"} <= result.layer_backends.keys()
+    assert result.to_json()["layers"] == result.layers
 
 
 def test_without_time_batches_are_cut_off_and_skipped(model: str) -> None:
@@ -110,7 +113,11 @@ def test_a_model_that_does_not_generate_is_refused(tmp_path: Path) -> None:
 
 def timed(speeds: dict[int, float], backend: str = "fused", layers: dict[str, int] | None = None) -> Throughput:
     rows = tuple(ThroughputRow(streams, speed, 10.0, 1.0, 0.5, True) for streams, speed in speeds.items())
-    return Throughput("chat", "cuda", backend, layers or {"dense bfloat16": 9}, 1.0, 1e12, rows, ())
+    return Throughput("chat", "cuda", backend, backends(layers or {"dense bfloat16": 9}), 1.0, 1e12, rows, ())
+
+
+def backends(layers: dict[str, int]) -> dict[str, str]:
+    return {f"{backend} {index}": backend for backend, number in layers.items() for index in range(number)}
 
 
 def test_a_slower_model_is_explained() -> None:
@@ -121,9 +128,9 @@ def test_a_slower_model_is_explained() -> None:
     sentence = explain_slowdown(slow, base)
     assert sentence is not None and "0.90x with 64 at a time" in sentence and "input_activations" in sentence
     for changed, cause in (
-        (replace(slow, layers={"dequantized at load": 8}), "8 layers have no kernel"),
+        (replace(slow, layer_backends=backends({"dequantized at load": 8})), "8 layers have no kernel"),
         (replace(slow, backend="eager"), "runs as 'eager'"),
-        (replace(slow, layers={"dense bfloat16": 9}), "ffn_multiple"),
+        (replace(slow, layer_backends=backends({"dense bfloat16": 9})), "ffn_multiple"),
     ):
         sentence = explain_slowdown(changed, base)
         assert sentence is not None and cause in sentence

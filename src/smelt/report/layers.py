@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -64,6 +65,11 @@ def _num_kept(part: Mapping[str, Any]) -> int:
 
 def _count(kept: int, of: int) -> Markup:
     return tag("span", f"{kept:,} / {of:,}", class_="count")
+
+
+def name_in_block(path: str) -> str:
+    """Return the name of a layer without its block: `model.layers.3.mlp.up_proj` becomes `mlp.up_proj`."""
+    return re.sub(r"^.*?\.\d+\.", "", path)
 
 
 _PRECISION_NOTE = "Bits per weight in each layer; the darker, the larger the weight error (percent, in parentheses)."

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from smelt.report.charts import Bar, bar
-from smelt.report.markup import Markup, join, note, section, tag, warning
+from smelt.report.layers import name_in_block
+from smelt.report.markup import Markup, join, note, section, table, tag, warning
 from smelt.report.rows import (
     Run,
     confidence_text,
@@ -26,25 +29,49 @@ def speed(run: Run) -> Markup | None:
     not_faster = [entry for entry in entries if speed_verdict(entry) != "faster"]
     warnings = [warning(f"{speed_label(entry)}: {speedup_text(entry)}.", lead="Not faster.") for entry in not_faster]
     how = _engine(run) or [note(_NOTE)]
-    return section("Speed", *how, *warnings, *(_timing(entry) for entry in entries))
+    return section("Speed", *how, *warnings, *(_timing(entry) for entry in entries), *_backends(run))
 
 
 def _engine(run: Run) -> list[Markup]:
-    """Name what computed the layers, and why the model is slower, if it is."""
-    engine = run.get("engine")
-    if not engine:
+    """Say how the models were timed, and why the model is slower, if it is."""
+    sentence = engine_sentence(run)
+    if not sentence:
         return []
-    after = engine["after"]
+    slowdown = run["engine"].get("slowdown")
+    bars = "Bars show the time per output token of a stream, prompts included."
+    return [note(f"{sentence} {bars}"), *([warning(str(slowdown), lead="Slower.")] if slowdown else [])]
+
+
+def engine_sentence(run: Run) -> str:
+    """Say what computed the layers and the share of the roofline; empty if the model was not timed in an engine."""
+    if not run.get("engine"):
+        return ""
+    after = run["engine"]["after"]
     layers = ", ".join(f"{number} {name}" for name, number in after["layers"].items())
-    bandwidth = f"{after['copy_bandwidth'] / 1e9:,.0f} GB/s"
     shares = ", ".join(f"{row['share_of_roofline']:.0%} at {row['streams']}" for row in after["rows"])
-    sentence = (
-        f"Timed in the engine that serves the model ({after['backend']}); bars show the time per output token of a "
-        f"stream, prompts included. Linear layers: {layers}. Share of the roofline, which is reading all weights once "
-        f"per step at the {bandwidth} of a large copy, by streams: {shares}."
+    bandwidth = f"{after['copy_bandwidth'] / 1e9:,.0f} GB/s"
+    return (
+        f"Timed in the engine that serves the model ({after['backend']}). Linear layers: {layers}. "
+        f"Share of the roofline, which is reading all weights once per step at the {bandwidth} of a large copy, "
+        f"by streams: {shares}."
     )
-    slowdown = [warning(f"{engine['slowdown']}", lead="Slower.")] if engine.get("slowdown") else []
-    return [note(sentence), *slowdown]
+
+
+def _backends(run: Run) -> list[Markup]:
+    """List what computes each layer, before and after; layers of the same name in all blocks share a row."""
+    engine = run.get("engine") or {}
+    counts: dict[str, dict[str, Counter[str]]] = {}
+    for who in ("before", "after"):
+        for path, backend in (engine.get(who) or {}).get("layer_backends", {}).items():
+            counts.setdefault(name_in_block(path), {}).setdefault(who, Counter())[backend] += 1
+    if not counts:
+        return []
+    rows = [(name, *(_counted(by_model.get(who)) for who in ("before", "after"))) for name, by_model in counts.items()]
+    return [table(("linear layer", "before", "after"), rows)]
+
+
+def _counted(backends: Counter[str] | None) -> str:
+    return ", ".join(f"{backend} ({number})" for backend, number in (backends or Counter()).most_common())
 
 
 def _bar(who: str, measured: Run) -> Bar:

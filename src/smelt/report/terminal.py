@@ -10,12 +10,14 @@ from rich.text import Text
 
 from smelt.report.layers import undercalibrated_sentence
 from smelt.report.rows import before_after
+from smelt.report.speed import engine_sentence
 
 
 def summary_table(run: Mapping[str, Any]) -> Table:
-    """Build the table of quality, size and speed before and after, with undercalibrated experts in the caption."""
-    sentence = undercalibrated_sentence(run)
-    caption = Text(sentence) if sentence else None
+    """Build the table of quality, size and speed before and after; the caption says what computed the layers, and names
+    undercalibrated experts."""
+    sentences = [sentence for sentence in (engine_sentence(run), undercalibrated_sentence(run)) if sentence]
+    caption = Text("\n".join(sentences)) if sentences else None
     table = Table(title=Text(str(run["title"])), title_justify="left", caption=caption, caption_justify="left")
     table.add_column("")
     for heading in ("before", "after", "change"):

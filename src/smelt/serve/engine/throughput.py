@@ -82,14 +82,19 @@ class Throughput:
     workload: str
     device: str
     backend: str
-    layers: dict[str, int]  # linear layers by what computes them
+    layer_backends: dict[str, str]  # what computes each linear layer
     startup_seconds: float  # compile and capture
     copy_bandwidth: float  # bytes per second, the denominator of the roofline
     rows: tuple[ThroughputRow, ...]
     skipped: tuple[int, ...]  # batch sizes whose prompts alone would exceed the time limit
 
+    @property
+    def layers(self) -> dict[str, int]:
+        """The number of linear layers by what computes them, most frequent first."""
+        return dict(Counter(self.layer_backends.values()).most_common())
+
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "layers": self.layers}
 
 
 def parse_workload(text: str) -> RequestWorkload:
@@ -159,7 +164,7 @@ def measure_throughput(
         row, prefill_rate = measure_batch(engine, requests, limit, seed + position, weights / bandwidth)
         rows.append(row)
     return Throughput(
-        workload.name, str(engine.model.device), engine.backend, _layers(engine), startup,
+        workload.name, str(engine.model.device), engine.backend, _layer_backends(engine), startup,
         bandwidth, tuple(rows), tuple(skipped),
     )  # fmt: skip
 
@@ -231,15 +236,15 @@ def _weight_bytes(network: nn.Module) -> int:
     return sum(tensors.values()) - (0 if tied else embeddings.nbytes)
 
 
-def _layers(engine: Engine) -> dict[str, int]:
-    """Count the linear layers by what computes them: their own kernel, or the program of the whole network."""
-    counts: Counter[str] = Counter()
-    for module in engine.model.network.modules():
+def _layer_backends(engine: Engine) -> dict[str, str]:
+    """Return what computes each linear layer: its own kernel, or the program of the whole network."""
+    backends: dict[str, str] = {}
+    for path, module in engine.model.network.named_modules():
         if isinstance(module, QuantizedLinear):
-            counts[module.backend if module.backend != NO_BACKEND else engine.runner.backend] += 1
+            backends[path] = module.backend if module.backend != NO_BACKEND else engine.runner.backend
         elif isinstance(module, nn.Linear):
-            counts[f"dense {str(module.weight.dtype).removeprefix('torch.')}"] += 1
-    return dict(counts.most_common())
+            backends[path] = f"dense {str(module.weight.dtype).removeprefix('torch.')}"
+    return backends
 
 
 def compare_throughput(new: Throughput, base: Throughput) -> list[dict[str, float]]:
