@@ -77,6 +77,18 @@ class QuantizationScheme:
 
 
 @dataclass(frozen=True)
+class LinearGroupSpec:
+    """Linear layers that share an input, without their weights: what decides how fast they are."""
+
+    in_features: int
+    out_features: tuple[int, ...]  # of each layer
+    bias: bool
+    scheme: QuantizationScheme
+    token_share: float = 1.0  # of the tokens of a step; below 1 for the experts of a mixture
+    fused_input: bool = True  # a norm or gate produces the input, and may quantize it at no cost
+
+
+@dataclass(frozen=True)
 class _SelectedKernel:
     """A selected kernel and its operands. It keeps the tensors alive, so that their ids stay unique."""
 

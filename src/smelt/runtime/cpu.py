@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -67,13 +68,13 @@ def unsupported_reason(model: Model, kv_cache_dtype: str | None = None) -> str |
         ):
             return "its head_dim is too small for this KV cache dtype"
         for projection in (*part.input_projections, part.output):
-            if not _has_kernel(projection.module):
+            if not has_kernel(projection.module):
                 return f"{projection.path} is a layer without a compiled kernel"
     head = model.network.get_output_embeddings()
-    return None if _has_kernel(head) else "the LM head is a layer without a compiled kernel"
+    return None if has_kernel(head) else "the LM head is a layer without a compiled kernel"
 
 
-def _has_kernel(layer: nn.Module) -> bool:
+def has_kernel(layer: nn.Module) -> bool:
     """Return whether the library has a kernel for a layer, including the quantization of its activations."""
     if not isinstance(layer, QuantizedLinear):
         return type(layer) is nn.Linear
@@ -86,16 +87,60 @@ def _out_features(layer: Any) -> int:
     return int(layer.out_features)
 
 
-class _ProgramBuilder:
-    """Emit the operations of a network, with buffers for the largest step."""
+def _in_features(layer: Any) -> int:
+    return int(layer.in_features)
+
+
+class _LinearBuilder:
+    """Emit linear layers, with buffers for the largest step."""
+
+    def __init__(self, max_num_batched_tokens: int, dtype: torch.dtype) -> None:
+        self.max_num_batched_tokens, self.dtype = max_num_batched_tokens, dtype
+        self.program = Program(load_library())
+        self._buffers: dict[str, Tensor] = {}
+
+    def linears(self, layers: Sequence[nn.Module], x: Tensor) -> tuple[list[Tensor], list[int]]:
+        """Apply layers that share an input; return their outputs and the stride between tokens of each."""
+        sizes = [_out_features(layer) for layer in layers]
+        merged = merge_linears(layers)
+        if merged is None:
+            outputs = [self._buffer(f"separate {index} of {len(layers)}", size) for index, size in enumerate(sizes)]
+            for layer, y in zip(layers, outputs, strict=True):
+                self._linear(layer, x, y)
+            return outputs, sizes
+        output = self._buffer(f"merged {len(layers)}", sum(sizes))
+        self._linear(merged, x, output)
+        offsets = [sum(sizes[:index]) for index in range(len(sizes))]
+        return [output.view(-1)[offset:] for offset in offsets], [sum(sizes)] * len(sizes)
+
+    def _linear(self, layer: nn.Module, x: Tensor, y: Tensor, count: int = 0) -> None:
+        bias: Tensor | None = layer.bias  # type: ignore[assignment]
+        self.program.keep_alive(layer)
+        if not isinstance(layer, QuantizedLinear):
+            self.program.dense(layer.weight.detach(), bias, x, y, count)  # type: ignore[operator]
+            return
+        packed = layer.packed
+        plan = make_linear_plan(packed.format, packed.rows, packed.columns, packed.tensors, layer.inputs, x.dtype)
+        if bias is not None:
+            plan.bias, plan.bias_type = bias.data_ptr(), DTYPE_CODES[bias.dtype]
+        self.program.packed(plan, x, y, count)
+
+    def _buffer(self, name: str, width: int) -> Tensor:
+        """Return a buffer [max_num_batched_tokens, width] by name; layers reuse it."""
+        key = f"{name} {width}"
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(self.max_num_batched_tokens, width, dtype=self.dtype)
+        return self._buffers[key]
+
+
+class _ProgramBuilder(_LinearBuilder):
+    """Emit the operations of a network."""
 
     def __init__(
         self, network: Decoder, cache: LayeredCache, max_num_batched_tokens: int, max_num_seqs: int, dtype: torch.dtype
     ) -> None:
-        self.decoder, self.cache = network, cache
-        self.max_num_batched_tokens, self.max_num_seqs, self.dtype = max_num_batched_tokens, max_num_seqs, dtype
-        self.program = Program(load_library())
-        self._buffers: dict[str, Tensor] = {}
+        super().__init__(max_num_batched_tokens, dtype)
+        self.decoder, self.cache, self.max_num_seqs = network, cache, max_num_seqs
 
     def build(self) -> tuple[Program, Tensor]:
         """Return the program and its logits buffer."""
@@ -135,7 +180,7 @@ class _ProgramBuilder:
         )  # fmt: skip
 
     def _attention(self, part: Attention, normed: Tensor) -> Tensor:
-        (queries, keys, values), strides = self._linears(part.qkv_projections, normed)
+        (queries, keys, values), strides = self.linears(part.qkv_projections, normed)
         pages = self.cache.layer(part.layer)
         for tensor, stride, count, norm in (
             (queries, strides[0], part.num_heads, part.query_norm),
@@ -162,7 +207,7 @@ class _ProgramBuilder:
         return y
 
     def _feed_forward(self, part: FeedForward, normed: Tensor) -> Tensor:
-        (gate, up), strides = self._linears((part.gate, part.up), normed)
+        (gate, up), strides = self.linears((part.gate, part.up), normed)
         y = self._buffer("gated", part.intermediate_size)
         self.program.add(
             compiled.SILU_AND_MUL,
@@ -175,35 +220,16 @@ class _ProgramBuilder:
         )
         return y
 
-    def _linears(self, layers: Sequence[nn.Module], x: Tensor) -> tuple[list[Tensor], list[int]]:
-        """Apply layers that share an input; return their outputs and the stride between tokens of each."""
-        sizes = [_out_features(layer) for layer in layers]
-        merged = merge_linears(layers)
-        if merged is None:
-            outputs = [self._buffer(f"separate {index} of {len(layers)}", size) for index, size in enumerate(sizes)]
-            for layer, y in zip(layers, outputs, strict=True):
-                self._linear(layer, x, y)
-            return outputs, sizes
-        output = self._buffer(f"merged {len(layers)}", sum(sizes))
-        self._linear(merged, x, output)
-        offsets = [sum(sizes[:index]) for index in range(len(sizes))]
-        return [output.view(-1)[offset:] for offset in offsets], [sum(sizes)] * len(sizes)
 
-    def _linear(self, layer: nn.Module, x: Tensor, y: Tensor, count: int = 0) -> None:
-        bias: Tensor | None = layer.bias  # type: ignore[assignment]
-        self.program.keep_alive(layer)
-        if not isinstance(layer, QuantizedLinear):
-            self.program.dense(layer.weight.detach(), bias, x, y, count)  # type: ignore[operator]
-            return
-        packed = layer.packed
-        plan = make_linear_plan(packed.format, packed.rows, packed.columns, packed.tensors, layer.inputs, x.dtype)
-        if bias is not None:
-            plan.bias, plan.bias_type = bias.data_ptr(), DTYPE_CODES[bias.dtype]
-        self.program.packed(plan, x, y, count)
+def linear_program(groups: Sequence[Sequence[nn.Module]], tokens: int, dtype: torch.dtype) -> Callable[[], None]:
+    """Compile linear layers alone, to time them; return a call that runs them on `tokens` inputs.
 
-    def _buffer(self, name: str, width: int) -> Tensor:
-        """Return a buffer [max_num_batched_tokens, width] by name; layers reuse it."""
-        key = f"{name} {width}"
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty(self.max_num_batched_tokens, width, dtype=self.dtype)
-        return self._buffers[key]
+    The layers of a group share an input and are merged as in a network.
+    """
+    builder = _LinearBuilder(tokens, dtype)
+    x = torch.randn(tokens, _in_features(groups[0][0]), generator=torch.Generator().manual_seed(0)).to(dtype)
+    for layers in groups:
+        builder.linears(layers, x)
+    ids, none = torch.zeros(tokens, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int32)
+    metadata = AttentionMetadata(none[0], none[0], none, ids)  # linear layers read none of it
+    return partial(builder.program.run, ids, ids, ids[:0], metadata)

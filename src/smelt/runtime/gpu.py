@@ -6,7 +6,9 @@ shorter path, with norms, gates and residual additions fused into the GEMVs.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,11 +45,11 @@ class FusedNetwork:
         self.split_counter = torch.zeros(max_num_seqs * heads, dtype=torch.int32, device=network.embedding.device)
         dtype = network.embedding.dtype
         self._input_projections = [
-            _FusedLinear(part.qkv_projections if isinstance(part, Attention) else (part.gate, part.up), dtype)
+            FusedLinear(part.qkv_projections if isinstance(part, Attention) else (part.gate, part.up), dtype)
             for part in network.parts
         ]
-        self._output_projections = [_FusedLinear([part.output], dtype) for part in network.parts]
-        self._lm_head = _FusedLinear([network.lm_head], dtype)
+        self._output_projections = [FusedLinear([part.output], dtype) for part in network.parts]
+        self._lm_head = FusedLinear([network.lm_head], dtype)
 
     def compile_kernels(self) -> None:
         """Compile the matmuls of every batch size, so that no later step has to."""
@@ -82,10 +84,11 @@ class FusedNetwork:
         return RotaryParams(self.decoder.cosines, self.decoder.sines, norms, epsilon)
 
 
-class _FusedLinear:
+class FusedLinear:
     """Layers that share an input, merged into one GEMM if possible, with the operations fused before and after it."""
 
     def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self.product = _move_to_hopper(layers, dtype)
         merged = layers[0] if len(layers) == 1 else None if self.product is not None else merge_linears(layers)
         self.layers = list(layers) if merged is None else [merged]
@@ -133,6 +136,10 @@ class _FusedLinear:
             return None
         return self(x)
 
+    def project(self, x: Tensor | QuantizedRows) -> Tensor:
+        """Project x with the kernel that the methods above select, but nothing fused before or after it."""
+        return self._gemv(x) if self.fuses_gemv and len(x) == 1 and isinstance(x, Tensor) else self(x)
+
     def __call__(self, x: Tensor | QuantizedRows) -> Tensor:
         if self.product is not None:
             return self.product(x, self.layers[0].bias)  # type: ignore[arg-type]
@@ -173,3 +180,30 @@ def _is_plain(layer: QuantizedLinear, first: QuantizedLinear) -> bool:
 
 def _add_residual(hidden: Tensor, residual: Tensor | None) -> Tensor:
     return hidden if residual is None else add_rms_norm(hidden, residual, None, 0.0)
+
+
+def linear_graph(linears: Sequence[FusedLinear], tokens: int, quantize_before: bool) -> Callable[[], None]:
+    """Capture linear layers alone in a CUDA graph, to time them; return a call that runs them on `tokens` inputs.
+
+    With `quantize_before` the inputs are quantized outside of the graph if a norm or gate would do it.
+    """
+    layer: Any = linears[0].layers[0]
+    device = next(itertools.chain(layer.parameters(), layer.buffers())).device
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(tokens, layer.in_features, generator=generator, device=device).to(linears[0].dtype)
+    inputs: Tensor | QuantizedRows = x
+    if quantize_before and linears[0].quant is not None and layer.in_features <= MAX_QUANTIZED_WIDTH:
+        inputs = add_rms_norm_quantize(x, None, torch.ones_like(x[0]), 1e-6, linears[0].quant)
+    for linear in linears:  # compile, and allocate workspaces, before the capture
+        linear.project(inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for linear in linears:
+            linear.project(inputs)
+    return partial(_replay, graph, inputs)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, inputs: Tensor | QuantizedRows) -> None:
+    """Replay a graph; the caller's reference keeps its inputs alive."""
+    graph.replay()

@@ -20,11 +20,15 @@ from torch import nn
 
 from smelt.errors import ConfigError
 from smelt.measure.machine import copy_bandwidth
+from smelt.measure.memory import free_memory
 from smelt.models.load import load, skeleton
 from smelt.models.model import Model
 from smelt.models.quantized import DEQUANTIZED, NO_BACKEND, QuantizedLinear
+from smelt.serve.engine.attention import block_bytes
 from smelt.serve.engine.config import EngineConfig
 from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.factory import CACHE_SHARE
+from smelt.serve.engine.kv_dtype import resolve_kv_cache_dtype
 from smelt.serve.engine.request import Request
 from smelt.serve.engine.sampling_params import SamplingParams
 
@@ -149,7 +153,8 @@ def measure_throughput(
     engine.warmup(None if engine.model.device.type == "cuda" else [1])
     startup = time.perf_counter() - start
     bandwidth = copy_bandwidth(engine.model.device)
-    sizes = streams or _batch_sizes(engine, workload)
+    pool = engine.pool
+    sizes = streams or _batch_sizes(workload, pool.num_blocks, pool.block_size, engine.config.max_num_seqs)
     rows: list[ThroughputRow] = []
     skipped: list[int] = []
     prefill_rate, begin = math.inf, time.perf_counter()
@@ -175,11 +180,20 @@ def _context(source: str, workload: RequestWorkload) -> int:
     return workload.longest if positions is None else min(workload.longest, positions)
 
 
-def _batch_sizes(engine: Engine, workload: RequestWorkload) -> tuple[int, ...]:
+def estimate_batch_sizes(model: Model, workload: RequestWorkload, device: torch.device) -> tuple[int, ...]:
+    """Return the batch sizes of the workload in an engine that is not started, with the memory that is free now."""
+    config = EngineConfig()
+    block_size = config.kv_cache.tokens_per_block
+    dtype = resolve_kv_cache_dtype(model, None)
+    blocks = int(CACHE_SHARE[device.type] * free_memory(device)) // block_bytes(
+        model.anatomy, block_size, model.network.dtype, dtype
+    )
+    return _batch_sizes(workload, blocks, block_size, config.max_num_seqs)
+
+
+def _batch_sizes(workload: RequestWorkload, num_blocks: int, block_size: int, max_num_seqs: int) -> tuple[int, ...]:
     """Return the usual batch sizes and the largest whose requests are all in the KV cache."""
-    tokens = engine.pool.num_blocks * engine.pool.block_size
-    longest = -(-workload.longest // engine.pool.block_size) * engine.pool.block_size
-    largest = max(1, min(engine.config.max_num_seqs, tokens // longest))
+    largest = max(1, min(max_num_seqs, num_blocks // -(-workload.longest // block_size)))
     return tuple(sorted({*(size for size in STREAMS if size < largest), largest}))
 
 
