@@ -207,6 +207,14 @@ def test_a_served_model_shows_what_its_users_see() -> None:
     assert "7 hopper" in Page(render(run)).text
 
 
+@pytest.mark.parametrize("timed", [True, False])
+def test_what_the_speed_guard_decided_is_said(run: dict[str, Any], timed: bool) -> None:
+    run["steps"] = [{"name": "a"}, {"name": "b", "speed_guard": {"sentence": "guard: 3 of <21> layers stay"}}]
+    if not timed:
+        del run["speed"]
+    assert "Guard: 3 of <21> layers stay." in Page(render(run)).text
+
+
 def test_a_quality_change_within_its_interval_is_not_called_worse(run: dict[str, Any]) -> None:
     run["quality"].update(metric="accuracy", higher_is_better=True, before=0.9002, after=0.8945)
     run["quality"]["comparison"] = {"difference": -0.0057, "low": -0.0126, "high": 0.0011}

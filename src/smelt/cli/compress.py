@@ -35,6 +35,12 @@ MaxDropOption = Annotated[
         help="Exit with 3 and write no model unless the result is worse by less than this, with 95 % confidence.",
     ),
 ]
+GuardOption = Annotated[
+    str | None,
+    typer.Option(
+        "--guard", metavar="speed", help="Do not quantize layers that would be slower on this device and workload."
+    ),
+]
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")]
 PromptOption = Annotated[
     list[str] | None, typer.Option("--prompt", help="Complete this prompt with the model before and after.")
@@ -61,6 +67,7 @@ def run(
     data: DataOption = None,
     eval_data: EvalOption = None,
     max_drop: MaxDropOption = None,
+    guard: GuardOption = None,
     resume: ResumeOption = False,
     prompt: PromptOption = None,
     speed: SpeedOption = True,
@@ -74,8 +81,9 @@ def run(
 ) -> None:
     settings = method_settings(bits, group_size, parameters)
     read = read_recipe(
-        recipe, method=method, settings=settings, data=data, evaluation=eval_data, max_drop=max_drop, seed=seed
-    )
+        recipe, method=method, settings=settings, data=data, evaluation=eval_data, max_drop=max_drop, guard=guard,
+        seed=seed,
+    )  # fmt: skip
     with progress_bars() as progress:
         result = compress(
             model, read, out,

@@ -31,6 +31,7 @@ def read_recipe(
     data: str | None = None,
     evaluation: str | None = None,
     max_drop: str | None = None,
+    guard: str | None = None,
     seed: int | None = None,
 ) -> Recipe:
     if (path is None) == (method is None):
@@ -47,6 +48,8 @@ def read_recipe(
         recipe = replace(recipe, evaluate=replace(recipe.evaluate, source=evaluation))
     if max_drop is not None:
         recipe = replace(recipe, evaluate=replace(recipe.evaluate, max_drop=max_drop))
+    if guard is not None:
+        recipe = replace(recipe, guard=guard)  # type: ignore[arg-type]  # checked there
     return recipe if seed is None else replace(recipe, seed=seed)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -20,6 +20,7 @@ from smelt.compression.checkpoint import Checkpoint
 from smelt.errors import RecipeError
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
+from smelt.models.quantized import LinearGroupSpec
 from smelt.progress import NullProgress, Progress
 from smelt.registry import Registry
 
@@ -46,6 +47,15 @@ class Choices:
 
 
 @dataclass(frozen=True)
+class SpeedGuard:
+    """What quantization asks before it quantizes a layer, if the recipe says `guard: speed`."""
+
+    time_ratio: Callable[[LinearGroupSpec], float]  # of quantized layers, relative to unquantized ones
+    device: str  # its name
+    workload: str
+
+
+@dataclass(frozen=True)
 class MethodContext:
     """What a method gets besides the model: calibration batches, seed, progress and checkpoint."""
 
@@ -57,6 +67,7 @@ class MethodContext:
     folder: Path | None = None  # activations beyond that limit are written here
     device: torch.device | None = None  # blocks are moved here one at a time; None: compute where the network is
     choices: Choices = field(default_factory=Choices)
+    speed_guard: SpeedGuard | None = None
 
     @property
     def mean_tokens(self) -> float:

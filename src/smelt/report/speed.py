@@ -22,14 +22,14 @@ _NOTE = "Medians of the timed calls; whiskers show the interquartile range. Lowe
 
 
 def speed(run: Run) -> Markup | None:
-    """Draw a pair of bars for every measurement."""
-    entries = run.get("speed") or []
-    if not entries:
+    """Draw a pair of bars for every measurement, and say what the speed guard decided."""
+    entries, guard = run.get("speed") or [], [note(sentence) for sentence in guard_sentences(run)]
+    if not entries and not guard:
         return None
     not_faster = [entry for entry in entries if speed_verdict(entry) != "faster"]
     warnings = [warning(f"{speed_label(entry)}: {speedup_text(entry)}.", lead="Not faster.") for entry in not_faster]
-    how = _engine(run) or [note(_NOTE)]
-    return section("Speed", *how, *warnings, *(_timing(entry) for entry in entries), *_backends(run))
+    how = _engine(run) or ([note(_NOTE)] if entries else [])
+    return section("Speed", *how, *guard, *warnings, *(_timing(entry) for entry in entries), *_backends(run))
 
 
 def _engine(run: Run) -> list[Markup]:
@@ -55,6 +55,12 @@ def engine_sentence(run: Run) -> str:
         f"Share of the roofline, which is reading all weights once per step at the {bandwidth} of a large copy, "
         f"by streams: {shares}."
     )
+
+
+def guard_sentences(run: Run) -> list[str]:
+    """Return what the speed guard decided in each step that quantizes."""
+    guards = [step["speed_guard"] for step in run.get("steps") or [] if step.get("speed_guard")]
+    return [f"{guard['sentence'][:1].upper()}{guard['sentence'][1:]}." for guard in guards]
 
 
 def _backends(run: Run) -> list[Markup]:

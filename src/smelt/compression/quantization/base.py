@@ -24,7 +24,15 @@ from smelt.compression.calibration.block_inputs import (
 )
 from smelt.compression.calibration.expert_routing import count_expert_tokens
 from smelt.compression.calibration.observers import AbsMaxObserver, Observer, observe
-from smelt.compression.quantization.layers import LayerGroup, few_tokens, layer_groups, observed, share_expert_amax
+from smelt.compression.quantization.layers import (
+    LayerGroup,
+    few_tokens,
+    layer_groups,
+    observed,
+    scale_groups,
+    share_expert_amax,
+)
+from smelt.compression.quantization.speed_guard import SpeedGuardResult, apply_speed_guard
 from smelt.config import renamed
 from smelt.errors import DataError, FormatError, ModelError, RecipeError
 from smelt.measure.cost import count_bytes
@@ -110,14 +118,22 @@ class Quantization(Method):
         torch.manual_seed(context.seed)
         _check_weights(model.anatomy)
         prepared = self.prepare(model, context)
-        run = _Run(self, model, context, prepared)
+        groups = [group for block in model.anatomy.blocks for group in layer_groups(block)]
+        schemes = [(group, self.group_scheme(group, prepared)) for group in groups]
+        guarded = apply_speed_guard(schemes, context)
+        guard_facts = {} if guarded is None else {"speed_guard": guarded.facts(schemes)}
+        run = _Run(self, model, context, prepared, guarded)
         for block in context.progress.track(model.anatomy.blocks, self.name):
             run.block(block)
         self.conclude(model, context)
-        return {**run.facts(), **self.report(prepared)}
+        return {**run.facts(), **self.report(prepared, model.network), **guard_facts}
 
-    def report(self, prepared: Any) -> dict[str, Any]:
-        """Return additional facts from the result of `prepare`."""
+    def group_scheme(self, group: LayerGroup, prepared: Any) -> QuantizationScheme:
+        """Return how the layers of a group will be quantized."""
+        return self.scheme
+
+    def report(self, prepared: Any, network: nn.Module) -> dict[str, Any]:
+        """Return additional facts from the result of `prepare` and the quantized network."""
         return {}
 
     def conclude(self, model: Model, context: MethodContext) -> None:
@@ -180,10 +196,18 @@ class BlockWork:
     is_last: bool = False  # no block follows
     prepared: Any = None  # what the method's `prepare` returned
     tokens: Mapping[str, int] = field(default_factory=dict)  # routed to each expert, by its path
+    unquantized: frozenset[str] = frozenset()  # paths of layers that stay as they are
 
     @property
     def groups(self) -> list[LayerGroup]:
-        return layer_groups(self.block)
+        """The groups to quantize."""
+        return [group for group in layer_groups(self.block) if group.path not in self.unquantized]
+
+    @property
+    def scale_groups(self) -> list[LayerGroup]:
+        """The groups that share an input scale, without those of which no layer is quantized."""
+        groups = scale_groups(self.block)
+        return [group for group in groups if any(layer.path not in self.unquantized for layer in group.layers)]
 
     def observe(self, observers: Sequence[tuple[LayerGroup, Observer]]) -> None:
         """Feed each group's inputs to its observer in one pass, which ends at the last one: list them in run order."""
@@ -209,8 +233,12 @@ class BlockWork:
 class _Run:
     """Quantize block after block, with checkpoints to resume from."""
 
-    def __init__(self, method: Quantization, model: Model, context: MethodContext, prepared: Any) -> None:
+    def __init__(
+        self, method: Quantization, model: Model, context: MethodContext, prepared: Any,
+        guarded: SpeedGuardResult | None,
+    ) -> None:  # fmt: skip
         self.method, self.network, self.context, self.prepared = method, model.network, context, prepared
+        self.guarded = guarded
         self.before = count_bytes(self.network)
         self.layers: dict[str, dict[str, Any]] = {}
         self.last_index = len(model.anatomy.blocks) - 1
@@ -246,7 +274,10 @@ class _Run:
             targets=None if self.teacher is None else self.teacher.hidden, is_last=block.index == self.last_index,
             prepared=self.prepared,
             tokens={} if self.block_inputs is None else count_expert_tokens(self.block_inputs, block),
+            unquantized=frozenset() if self.guarded is None else frozenset(self.guarded.unquantized),
         )  # fmt: skip
+        if not work.groups:
+            return {}
         self.method.quantize(work)
         if self.method.static_activations:
             self._set_static_scales(block)
@@ -271,15 +302,15 @@ class _Run:
         block.module.load_state_dict({name: t.to(device) for name, t in tensors.items()}, assign=True)
 
     def facts(self) -> dict[str, Any]:
-        """Return what changed; raise if no layer was quantized."""
-        if not self.layers:
+        """Return what changed; raise if there was no layer to quantize."""
+        if not self.layers and self.guarded is None:
             raise ModelError(f"{self.method.name} found no layer to quantize in this network.")
         bits = [layer.bits_per_weight for layer in quantized_layers(self.network).values()]
         sizes = [layer.in_features * layer.out_features for layer in quantized_layers(self.network).values()]
         experts = {"few_tokens": few_tokens(self.layers, self.network)} if self._has_token_counts else {}
         return {
             "layers_quantized": len(self.layers),
-            "bits_per_weight": sum(b * n for b, n in zip(bits, sizes, strict=True)) / sum(sizes),
+            **({"bits_per_weight": sum(b * n for b, n in zip(bits, sizes, strict=True)) / sum(sizes)} if sizes else {}),
             "bytes_before": self.before,
             "bytes_after": count_bytes(self.network),
             **experts,

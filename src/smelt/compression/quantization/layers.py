@@ -129,7 +129,10 @@ def share_expert_amax(block: Block, observers_by_path: Mapping[str, AbsMaxObserv
     """Give experts without tokens the largest input of the same layer over the other experts of the block."""
     experts = [part for part in block.parts if part.mixture is not None and part.units]
     for projections in zip(*((*part.input_projections, part.output) for part in experts), strict=True):
-        observers = [observers_by_path[projection.path] for projection in projections]
+        paths = [
+            projection.path for projection in projections if projection.path in observers_by_path
+        ]  # quantized ones
+        observers = [observers_by_path[path] for path in paths]
         observed_amax = [observer.values.amax(0, keepdim=True) for observer in observers if observer.values is not None]
         for observer in observers:
             if observer.values is None and observed_amax:

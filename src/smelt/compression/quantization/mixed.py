@@ -25,6 +25,7 @@ from smelt.config import renamed
 from smelt.errors import BudgetError, DataError, RecipeError
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
+from smelt.models.quantized import QuantizationScheme
 from smelt.numerics.format import Format
 from smelt.numerics.integer import Integer
 
@@ -94,6 +95,9 @@ class MixedPrecision(Quantization):
         return {
             group.path: (self.formats[choice], row) for group, choice, row in zip(groups, chosen, table, strict=True)
         }
+
+    def group_scheme(self, group: LayerGroup, prepared: dict[str, tuple[Format, list[float]]]) -> QuantizationScheme:
+        return replace(self.scheme, weight=prepared[group.path][0])
 
     def _recorded_choice(self, widths: Any, groups: Sequence[LayerGroup]) -> Sequence[int] | None:
         """Return recorded bit widths as choices, after checking that they fit this network; None if there are none."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from smelt.compression.base import MethodContext, one_of, within
 from smelt.compression.calibration.observers import HessianObserver
@@ -26,7 +27,7 @@ from smelt.kernels.hadamard import hadamard_order, hadamard_transform
 from smelt.measure.cost import count_bytes
 from smelt.models.anatomy import Anatomy, Part
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizationScheme
+from smelt.models.quantized import QuantizationScheme, quantized_layers
 from smelt.numerics.format import QuantizedTensor
 
 
@@ -75,22 +76,29 @@ class RotatedQuantization(Quantization):
             "bytes_before": size,
             **rotated,
             **rotations.facts,
-            "layers_rotating_their_inputs": sum(self.rotates(part) for part in parts),
             "widths_without_hadamard": sorted({part.output.in_features for part in parts if not self.rotates(part)}),
         }
 
-    def report(self, prepared: dict[str, Any]) -> dict[str, Any]:
-        return prepared
+    def report(self, prepared: dict[str, Any], network: nn.Module) -> dict[str, Any]:
+        rotating = sum(layer.scheme.hadamard for layer in quantized_layers(network).values())
+        return {**prepared, "layers_rotating_their_inputs": rotating}
 
     def quantize(self, work: BlockWork) -> None:
         groups = [(group, HessianObserver()) for group in work.groups]
         if self.rounding == "gptq":
             work.observe(groups)
         for group, hessian in groups:
-            online = not group.is_input_group and self.rotates(group.part)
+            online = self.rotates_inputs(group)
             if online:
                 rotate_inputs(group, hessian)
             work.replace_layers(group, self.round(group, hessian), hadamard=online)
+
+    def group_scheme(self, group: LayerGroup, prepared: Any) -> QuantizationScheme:
+        return replace(self.scheme, hadamard=self.rotates_inputs(group))
+
+    def rotates_inputs(self, group: LayerGroup) -> bool:
+        """Return whether the inputs of a group are rotated online."""
+        return not group.is_input_group and self.rotates(group.part)
 
     def rotates(self, part: Part) -> bool:
         """Return whether the inputs of the part's output projection are rotated online; some sizes have no Hadamard

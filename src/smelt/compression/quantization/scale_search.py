@@ -18,7 +18,7 @@ from smelt.compression.base import CalibrationSize, ResourceEstimate, one_of, wi
 from smelt.compression.calibration.observers import AbsMaxObserver, MeanAbsObserver
 from smelt.compression.quantization.base import BlockWork, Quantization
 from smelt.compression.quantization.gptq_rounding import ROUNDINGS, round_block
-from smelt.compression.quantization.layers import LayerGroup, LinearLayer, is_unreached, observed, scale_groups
+from smelt.compression.quantization.layers import LayerGroup, LinearLayer, is_unreached, observed
 from smelt.compression.quantization.scaling import ScaleSource, fold_scale, scale_source
 from smelt.compression.quantization.search_eval import InputTransform, LayerOutputError, ModuleOutputError, OutputError
 from smelt.config import renamed
@@ -107,7 +107,7 @@ class ScaleSearch(Quantization):
 
     def scale(self, work: BlockWork) -> dict[str, dict[str, Any]]:
         """Fold the best scale of every group; return facts by layer path."""
-        statistics = [(group, InputStatistics()) for group in scale_groups(work.block)]
+        statistics = [(group, InputStatistics()) for group in work.scale_groups]
         work.observe(statistics)
         notes: dict[str, dict[str, Any]] = {}
         for group, observer in statistics:

@@ -12,7 +12,7 @@ from smelt.compression.base import METHODS, one_of, within
 from smelt.compression.calibration.observers import AbsMaxObserver
 from smelt.compression.quantization.base import BlockWork, Quantization
 from smelt.compression.quantization.gptq_rounding import ROUNDINGS, round_block
-from smelt.compression.quantization.layers import LayerGroup, observed, scale_groups
+from smelt.compression.quantization.layers import LayerGroup, observed
 from smelt.compression.quantization.scaling import fold_scale, scale_source
 
 MIN_SCALE = 1e-5
@@ -47,7 +47,7 @@ class SmoothQuant(Quantization):
 
     def smooth(self, work: BlockWork) -> dict[str, dict[str, Any]]:
         """Fold the scales of all groups that read a norm; return facts by layer path."""
-        groups = [group for group in scale_groups(work.block) if group.is_input_group]
+        groups = [group for group in work.scale_groups if group.is_input_group]
         sources = [(group, scale_source(work.block, group)) for group in groups]
         observers = [(group, source, AbsMaxObserver()) for group, source in sources if source is not None]
         if observers:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from smelt.compression import methods as methods  # every method must be registered before a recipe is parsed
 from smelt.compression.base import Method
+from smelt.compression.quantization.base import Quantization
 from smelt.config import json_schema, migrate_text, parse, renamed
 from smelt.errors import RecipeError
 from smelt.measure.gate import parse_margins
@@ -73,6 +74,7 @@ class Recipe:
     data: CalibrationSettings = field(default_factory=CalibrationSettings)
     evaluate: EvaluationSettings = field(default_factory=EvaluationSettings)
     memory_limit: str | int | float | None = None  # of activations, such as "2 GB"; the rest is kept on disk
+    guard: Literal["speed"] | None = None  # speed: layers that would become slower are not quantized
 
     def __post_init__(self) -> None:
         if not self.steps:
@@ -82,6 +84,10 @@ class Recipe:
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit)
             object.__setattr__(self, "memory_limit", str(self.memory_limit))
+        if self.guard not in (None, "speed"):
+            raise RecipeError(f"guard of the recipe must be one of speed, not {self.guard!r:.80}.")
+        if self.guard is not None and not any(isinstance(step, Quantization) for step in self.steps):
+            raise RecipeError("`guard: speed` decides which layers are quantized, and no step quantizes; remove it.")
 
     @classmethod
     def parse(cls, content: Any) -> Recipe:
@@ -109,6 +115,7 @@ class Recipe:
             "data": dataclasses.asdict(self.data),
             "evaluate": dataclasses.asdict(self.evaluate),
             **({"memory_limit": self.memory_limit} if self.memory_limit else {}),
+            **({"guard": self.guard} if self.guard else {}),
             "steps": [step.to_json() for step in self.steps],
         }
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smelt.compression.base import Method, MethodContext
+from smelt.compression.base import Method, MethodContext, SpeedGuard
 from smelt.compression.passport.issue import PassportBuilder
 from smelt.compression.passport.origin import describe_data
 from smelt.compression.recipe.batch import resolve_batch_size
@@ -54,6 +54,7 @@ from smelt.models.model import Model
 from smelt.models.verify import verify
 from smelt.progress import NullProgress, Progress
 from smelt.report.page import write_report
+from smelt.serve.engine.layer_timing import LayerTimer
 from smelt.serve.engine.throughput import RequestWorkload, explain_slowdown, measure_throughput, parse_workload
 from smelt.version import __version__
 
@@ -90,16 +91,17 @@ def compress(
 
     What cannot work (an unsupported model, missing data, too little memory or disk) is an error before the model is
     loaded. With `speed`, language models are timed in the engine that serves them, for a workload (`chat`, `long`,
-    `batch` or the path of a trace), for about `speed_seconds` each, other models by their forward. `samples` are
-    prompts to complete before and after. With `offload` the model stays in host memory and its
-    blocks are moved to the device one at a time. `sign_key` is a private key (PEM) to sign the result with. `choices`
-    are those of the passport of an earlier run, to repeat them instead of searching.
+    `batch` or the path of a trace), for about `speed_seconds` each, other models by their forward. `guard: speed` in
+    the recipe is for the same workload. `samples` are prompts to complete before and after. With `offload` the model
+    stays in host memory and its blocks are moved to the device one at a time. `sign_key` is a private key (PEM) to sign
+    the result with. `choices` are those of the passport of an earlier run, to repeat them instead of searching.
     """
     folder = Path(folder)
     recipe = recipe.for_device(device)
-    timing = (parse_workload(workload), speed_seconds) if speed else None
+    requests = parse_workload(workload)
+    timing = (requests, speed_seconds) if speed else None
     work = WorkFolder(folder, source, say)
-    run = _Run(source, recipe, work, device, offload, progress or NullProgress(), say)
+    run = _Run(source, recipe, work, device, offload, requests, progress or NullProgress(), say)
     run.passport = PassportBuilder(source, recipe.to_json(), device, offload, sign_key, choices or {})
     with work.locked():
         unfinished = work.find_unfinished(run.identity, resume)
@@ -122,8 +124,10 @@ def compress(
 
 class _Run:
     def __init__(
-        self, source: str, recipe: Recipe, work: WorkFolder, device: str, offload: bool, progress: Progress, say: Say
-    ) -> None:
+        self, source: str, recipe: Recipe, work: WorkFolder, device: str, offload: bool, workload: RequestWorkload,
+        progress: Progress, say: Say,
+    ) -> None:  # fmt: skip
+        self.workload = workload
         self.source, self.recipe, self.folder, self.device = source, recipe, work.out, device
         self.weights_device = "cpu" if offload else device  # where the weights are
         resident = [step.name for step in recipe.steps if not step.offloads]
@@ -148,6 +152,8 @@ class _Run:
             "smelt": __version__,
             "torch": torch.__version__,
         }
+        if self.recipe.guard is not None:  # what it decides depends on the workload
+            identity["workload"] = self.workload.fingerprint
         plain: dict[str, Any] = json.loads(json.dumps(identity))
         return plain
 
@@ -156,7 +162,12 @@ class _Run:
         estimate = plan(self.source, self.recipe, self.folder)
         if self.device == "cpu":
             estimate.check()
-        check_gate(self.recipe, check_data(self.recipe, Model(skeleton(self.source))))
+        model = Model(skeleton(self.source))
+        if self.recipe.guard is not None and model.task != "language":
+            raise RecipeError(
+                f"`guard: speed` times layers for text generation, and {self.source} is no language model; remove it."
+            )
+        check_gate(self.recipe, check_data(self.recipe, model))
 
     def weights(self) -> dict[str, str]:
         """Return the hash of each file of the source model."""
@@ -232,6 +243,7 @@ class _Run:
             folder=self.work.path,
             device=torch.device(self.device) if self.weights_device != self.device else None,
             choices=self.passport.recorded_choices(name),
+            speed_guard=self._speed_guard(model),
         )
         torch.manual_seed(self.recipe.seed)
         untouched = _states(model)
@@ -240,7 +252,11 @@ class _Run:
             facts = step.apply(model, context)
         changed = _states(model) - untouched
         self._check_finite(model, {name for name, *_ in changed}, step.name, name)
-        model.history.append({**step.to_json(), "seed": self.recipe.seed, "calibration": fingerprint(batches)})
+        guarded = facts.pop("speed_guard", None)
+        unquantized = {"unquantized_by_guard": guarded["unquantized"]} if guarded else {}
+        model.history.append(
+            {**step.to_json(), "seed": self.recipe.seed, "calibration": fingerprint(batches), **unquantized}
+        )
         record = {
             "name": step.name,
             "seconds": time.perf_counter() - start,
@@ -253,7 +269,10 @@ class _Run:
             "few_tokens": facts.pop("few_tokens", []),
             "facts": facts,
             "choices": context.choices.made,
+            **({"speed_guard": guarded} if guarded else {}),
         }
+        if guarded:
+            self.say(guarded["sentence"])
         folder = self.work.path / name
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before the record of the step
         with atomic_folder(folder) as temporary:
@@ -261,6 +280,12 @@ class _Run:
         self.checkpoint.save_facts(name, {"record": json.loads(json_text(record)), "files": hash_folder(folder)})
         context.checkpoint.clear()
         return record
+
+    def _speed_guard(self, model: Model) -> SpeedGuard | None:
+        if self.recipe.guard is None:
+            return None
+        timer = LayerTimer(model, self.workload, self.device)
+        return SpeedGuard(timer.time_ratio, timer.device_name, self.workload.name)
 
     def _check_finite(self, model: Model, changed: set[str], method: str, step: str) -> None:
         """Raise if a step left NaN or infinity in a tensor that it changed."""
@@ -335,7 +360,7 @@ class _Run:
         except (SmeltError, torch.OutOfMemoryError) as error:
             self.say(f"the models could not be timed in the engine: {error}")
             return
-        slowdown = explain_slowdown(new, base)
+        slowdown = explain_slowdown(new, base, guarded=self.recipe.guard is not None)
         self.record["speed"] = engine_timings(new, base)
         self.record["engine"] = {"before": base.to_json(), "after": new.to_json(), "slowdown": slowdown}
         if slowdown is not None:

@@ -5,6 +5,7 @@ A module's forward says little about serving: the engine has other kernels, batc
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import statistics
@@ -47,6 +48,11 @@ class RequestWorkload:
     @property
     def longest(self) -> int:
         return max(prompt + output for prompt, output in self.lengths)
+
+    @property
+    def fingerprint(self) -> str:
+        """A short hash of the lengths, after the name."""
+        return f"{self.name} {hashlib.sha256(repr(self.lengths).encode()).hexdigest()[:16]}"
 
     def fit(self, max_model_len: int) -> RequestWorkload:
         """Shorten the requests in proportion if the longest exceeds the model's context."""
@@ -279,8 +285,13 @@ def paired_rows(new: Throughput, base: Throughput) -> list[tuple[ThroughputRow, 
     return [(row, references[row.streams]) for row in new.rows if row.streams in references]
 
 
-def explain_slowdown(new: Throughput, base: Throughput, tolerance: float = 0.02) -> str | None:
-    """Say in one sentence where the new model is slower than the base model, why, and what helps; None if nowhere."""
+def explain_slowdown(
+    new: Throughput, base: Throughput, tolerance: float = 0.02, *, guarded: bool = False
+) -> str | None:
+    """Say in one sentence where the new model is slower than the base model, why, and what helps; None if nowhere.
+
+    `guarded`: the new model was quantized with `guard: speed`, which is then no remedy.
+    """
     slower = [row for row in compare_throughput(new, base) if row["speedup"] < 1 - tolerance]
     if not slower:
         return None
@@ -293,9 +304,10 @@ def explain_slowdown(new: Throughput, base: Throughput, tolerance: float = 0.02)
     if new.backend != base.backend:
         return sentence + f"it runs as {new.backend!r}, the base model as {base.backend!r}."
     if any(not name.startswith("dense") for name in new.layers):
+        guard = "" if guarded else "leave slower layers unquantized with `guard: speed`, "
         return sentence + (
             "with many tokens per step, dequantizing weights costs more than reading fewer bytes saves; quantize the "
-            "activations too (`input_activations: int8` or fp8-e4m3), or serve smaller batches."
+            f"activations too (`input_activations: int8` or fp8-e4m3), {guard}or serve smaller batches."
         )
     return sentence + (
         "no layer is quantized; if it was pruned with `ffn_multiple` or `head_multiple`, leave them out, so that "
