@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from smelt.kernels.cpu import build, gptq_rounding, threshold_select
+from smelt.kernels.cpu import build, gptq_rounding
 from smelt.kernels.cpu.build import ensure_compiled, load_library, load_units
 
 LIBRARY = load_library()
 MADE = ensure_compiled() if LIBRARY is not None else None
 STEPS = len(build.UNITS) + 1  # each unit is compiled, then all are linked
-compiled = pytest.mark.skipif(LIBRARY is None, reason="needs an x86 processor and a C++ compiler")
+compiled = pytest.mark.skipif(LIBRARY is None, reason="needs a C++ compiler")
 
 PRODUCT = """
 import torch
@@ -85,14 +87,16 @@ def test_concurrent_processes_compile_once(tmp_path: Path, compiler: Path, cache
 def test_a_changed_source_is_recompiled(tmp_path: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = ensure_compiled()
     source = tmp_path / "source"
-    source.mkdir()
-    for file in build.SOURCE.iterdir():
-        (source / file.name).write_bytes(file.read_bytes())
-    (source / "plan.h").write_text((source / "plan.h").read_text() + "\n")
+    shutil.copytree(build.SOURCE, source)
     monkeypatch.setattr(build, "SOURCE", source)
-    assert ensure_compiled() != first
-    assert ensure_compiled("-march=x86-64") != ensure_compiled()
-    assert calls(tmp_path) == 3 * STEPS
+    assert ensure_compiled() == first
+    seen = {first}
+    for header in (source / "plan.h", source / build.HIGHWAY / "hwy" / "base.h"):
+        header.write_text(header.read_text() + "\n")
+        seen.add(ensure_compiled())
+    assert len(seen) == 3
+    assert ensure_compiled("-march=x86-64") not in seen
+    assert calls(tmp_path) == 4 * STEPS
 
 
 def test_kernels_can_be_disabled(tmp_path: Path) -> None:
@@ -116,7 +120,7 @@ def test_a_failing_compiler(tmp_path: Path, cache: Path, monkeypatch: pytest.Mon
     broken.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('--version' not in sys.argv)\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    assert load_library() is None and load_units(gptq_rounding.UNITS, gptq_rounding._declare, portable=True) is None
+    assert load_library() is None and load_units(gptq_rounding.UNITS, gptq_rounding._declare) is None
     assert not list(cache.iterdir())
 
 
@@ -125,12 +129,23 @@ def test_an_unwritable_cache(tmp_path: Path) -> None:
     assert load_library() is None
 
 
-def test_another_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the portable units are compiled for an architecture without specialized kernels."""
+@compiled
+def test_other_architectures_are_compiled_too(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No architecture is refused before the compiler has tried, each with the flag for all of its instructions."""
     monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
-    assert load_library() is None
-    for plain in (threshold_select, gptq_rounding):
-        assert load_units(plain.UNITS, plain._declare, portable=True) is not None
+    assert load_library() is not None
+    assert build.native_flag("aarch64") == "-mcpu=native"
+    assert build.native_flag("x86_64") == "-march=native"
+
+
+def test_the_sources_need_no_x86() -> None:
+    """Intrinsics of one architecture stand only behind a check for them."""
+    allowed = {"amx_inputs.h", "amx_tiles.h", "dense_amx.h"}  # each within `#if` for AMX
+    for file in (*build.SOURCE.glob("*.h"), *build.SOURCE.glob("*.cpp")):
+        text = re.sub(r"#ifdef __AVX512VNNI__.*?#endif", "", file.read_text(), flags=re.S)
+        assert file.name in allowed or not re.search(r"\b_mm\w*\(|immintrin|__m\d+|arm_neon", text), file.name
+    for name in allowed:
+        assert "#if" in (build.SOURCE / name).read_text()
 
 
 @compiled

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +15,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from smelt.kernels.cpu import kernels, operator
-from smelt.kernels.cpu.build import load_library
+from smelt.kernels.cpu.build import NATIVE
+from smelt.kernels.cpu.plan import make_linear_plan
 from smelt.kernels.dispatch import use_backend
 from smelt.kernels.linear import REFERENCE, ActivationQuant, LinearKernel, PackedMatrix, select_kernel
 from smelt.models.quantized import QuantizationScheme, QuantizedLinear
 from smelt.numerics.catalog import get_format
+from tests.kernels.instruction_sets import LIBRARY, MACHINES, TARGETS, library_for
+from tests.kernels.instruction_sets import NEEDS_COMPILER as compiled
 
 FORMATS = (
     *("int8", "int8/64@float16", "int8-asym/32@float16", "int8-float-zero/128@float16", "int8/tensor", "int8/48"),
@@ -32,6 +37,10 @@ INTEGERS = (
     *("int4/64@float16", "int4-float-zero/64@float16", "dint4/64@float16", "dint4/32", "dint4-sym/64@float16"),
     "int4-float32-zero/32@float16",
 )
+FAST = (
+    *("int8", "int8-asym/32@float16", "int8/48", "int4", "int4-asym/32@float16", "int4/64@float16", "int3-asym"),
+    *("int2-asym/64@float16", "dint4/64@float16", "dint4-sym/64@float16", "mxfp4", "nvfp4", "nf4", "ternary/64"),
+)
 SHAPES = ((33, 576), (5, 100), (17, 31), (1, 1), (70, 128))
 TOKENS = (1, 2, 3, 4, 5, 33, 97)
 # The largest error in units of sum |x| |w|: for float32 sums, and for weights and outputs rounded to bfloat16.
@@ -43,8 +52,12 @@ INPUTS = {
     "fixed": ActivationQuant(get_format("int8/tensor"), torch.full((1, 1, 1), 0.02)),
 }
 
-LIBRARY = load_library()
-compiled = pytest.mark.skipif(LIBRARY is None, reason="needs an x86 processor and a C++ compiler")
+
+@pytest.fixture(params=MACHINES)
+def library(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Return the library compiled for one instruction set."""
+    yield library_for(request.param)
+    operator.set_library(LIBRARY)
 
 
 def packed(name: str, rows: int, columns: int, scale: float = 0.05) -> PackedMatrix:
@@ -99,15 +112,15 @@ def threads(count: int) -> Iterator[None]:
 
 @compiled
 @pytest.mark.parametrize("name", FORMATS)
-def test_float_inputs(name: str) -> None:
-    check(kernels.FloatLinear(LIBRARY), name, None)
+def test_float_inputs(name: str, library: Any) -> None:
+    check(kernels.FloatLinear(library), name, None)
 
 
 @compiled
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("name", INTEGERS)
-def test_integer_inputs(name: str, inputs: str) -> None:
-    check(kernels.Int8Linear(LIBRARY), name, INPUTS[inputs])
+def test_integer_inputs(name: str, inputs: str, library: Any) -> None:
+    check(kernels.Int8Linear(library), name, INPUTS[inputs])
 
 
 @compiled
@@ -125,18 +138,46 @@ def test_input_formats_the_kernel_cannot_quantize() -> None:
 
 
 @compiled
-@pytest.mark.parametrize("machine", ["-march=x86-64", "-march=x86-64-v4"])
-def test_older_instruction_sets(machine: str) -> None:
-    """Without any of our vector instructions, and without those for integers and matrices."""
-    library = load_library(machine)
-    assert library is not None
-    try:
-        kernel = kernels.FloatLinear(library)
-        for name in ("int8-asym/32@float16", "int4/64@float16", "int3-asym", "dint4/64@float16", "amxfp4", "nvfp4"):
-            check(kernel, name, None)
-        assert not kernels.Int8Linear(library).supports(packed("int8", 8, 64), INPUTS["int8"], torch.float32)
-    finally:
-        operator.set_library(LIBRARY)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_library_uses_the_instructions_it_was_compiled_for(machine: str) -> None:
+    target = library_for(machine).smelt_simd_target().decode()
+    assert not target.startswith("EMU")
+    assert target == TARGETS[machine][0] if machine != NATIVE else target != "SSE2"
+
+
+@compiled
+@pytest.mark.parametrize("name", FAST)
+def test_common_formats_have_vectorized_code(name: str, library: Any) -> None:
+    """The reference dequantizes a row at a time: a library that falls back to it would still be correct."""
+    matrix = packed(name, 48, 128)
+    for inputs in (INPUTS["int8"] if name in INTEGERS else None, None):
+        plan = make_linear_plan(matrix.format, 48, 128, matrix.tensors, inputs, torch.float32)
+        if inputs is not None or name != "dint4/64@float16":  # dINT with zero points: only in integers
+            assert library.smelt_is_vectorized(ctypes.addressof(plan))
+    slow = packed("amxfp4", 48, 128)
+    plan = make_linear_plan(slow.format, 48, 128, slow.tensors, None, torch.float32)
+    assert not library.smelt_is_vectorized(ctypes.addressof(plan))
+
+
+@compiled
+@pytest.mark.parametrize("name", FAST)
+def test_many_tokens(name: str, library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a dense product: every result is close to float64, and without AMX the same as that of a token alone."""
+    monkeypatch.setattr(operator, "MIN_DENSE_TOKENS", operator.UNLIMITED)
+    for kernel, inputs in ((kernels.FloatLinear(library), None), (kernels.Int8Linear(library), INPUTS["int8"])):
+        for rows, columns in ((33, 576), (5, 100), (17, 31), (48, 1040)):
+            matrix = packed(name, rows, columns)
+            if not kernel.supports(matrix, inputs, torch.float32):
+                continue
+            bias, prepared = torch.randn(rows), kernel.prepare(matrix, inputs)
+            has_amx = library.smelt_has_gemm(prepared.tasks[torch.float32].address)
+            for tokens in (5, 16, 18, 40):
+                x = torch.randn(tokens, columns)
+                y = kernel.run(x, matrix, inputs, bias, prepared)
+                assert error(x, y, matrix, inputs, bias) < 1e-6, (rows, columns, tokens)
+                if not has_amx:
+                    alone = [kernel.run(row[None], matrix, inputs, bias, prepared) for row in x]
+                    assert torch.equal(y, torch.cat(alone)), (rows, columns, tokens)
 
 
 @compiled

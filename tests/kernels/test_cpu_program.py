@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from smelt.kernels.attention_metadata import AttentionMetadata
+from smelt.kernels.attention_metadata import AttentionMetadata, LayerKVPages
 from smelt.kernels.cpu import program as compiled
-from smelt.kernels.cpu.build import load_library
-from smelt.kernels.cpu.program import Program, can_run
+from smelt.kernels.cpu.program import Program, attention, can_run
+from smelt.kernels.kv_quant import KVQuantFormat
+from smelt.kernels.paged import paged_attention_reference
+from tests.kernels.instruction_sets import MACHINES, NEEDS_COMPILER, library_for
 
-LIBRARY = load_library()
-pytestmark = pytest.mark.skipif(LIBRARY is None or not can_run(LIBRARY), reason="no compiled library on this machine")
+pytestmark = NEEDS_COMPILER
+
+
+@pytest.fixture(params=MACHINES)
+def library(request: pytest.FixtureRequest) -> Any:
+    """Return the library compiled for one instruction set."""
+    built = library_for(request.param)
+    assert can_run(built)
+    return built
 
 
 def run(program: Program, tokens: int) -> None:
@@ -26,15 +37,14 @@ def run(program: Program, tokens: int) -> None:
 @pytest.mark.parametrize("outputs", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "columns"), [(64, 96), (33, 50), (1, 1), (160, 32)])
 @pytest.mark.parametrize("tokens", [1, 3, 5, 16, 40])
-@pytest.mark.parametrize("biased", [True, False])
 def test_products(
-    weights: torch.dtype, inputs: torch.dtype, outputs: torch.dtype, rows: int, columns: int, tokens: int, biased: bool
+    weights: torch.dtype, inputs: torch.dtype, outputs: torch.dtype, rows: int, columns: int, tokens: int, library: Any
 ) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(rows, columns).to(weights), torch.randn(tokens, columns).to(inputs)
-    bias = torch.randn(rows).to(weights) if biased else None
+    bias = torch.randn(rows).to(weights) if tokens != 3 else None
     y = torch.full((tokens, rows), torch.nan, dtype=outputs)
-    program = Program(LIBRARY)
+    program = Program(library)
     program.dense(weight, bias, x, y)
     run(program, tokens)
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
@@ -44,13 +54,13 @@ def test_products(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 16, 50])
-def test_norm_and_gate(dtype: torch.dtype, width: int) -> None:
+def test_norm_and_gate(dtype: torch.dtype, width: int, library: Any) -> None:
     torch.manual_seed(1)
     hidden, residual = torch.randn(5, width), torch.randn(5, width).to(dtype)
     weight, y = torch.randn(width), torch.empty(5, width, dtype=dtype)
     gate_up, gated = (3 * torch.randn(5, 2 * width)).to(dtype), torch.empty(5, width, dtype=dtype)
     total = hidden + residual.float()
-    program = Program(LIBRARY)
+    program = Program(library)
     program.add(
         compiled.ADD_RMS_NORM, x=hidden, other=residual, y=y, weight=weight, weight_type=weight.dtype, dtype=dtype,
         width=width, epsilon=1e-5,
@@ -66,13 +76,54 @@ def test_norm_and_gate(dtype: torch.dtype, width: int) -> None:
     assert torch.allclose(gated.float(), torch.nn.functional.silu(wide[:, :width]) * wide[:, width:], **tolerance)
 
 
-def test_exponentials_far_from_zero() -> None:
+def test_exponentials_far_from_zero(library: Any) -> None:
     """The gate at its extremes: silu(x) is 0 for large negative x and x for large positive x."""
     x = torch.tensor([[-1e30, -100.0, -88.5, -87.0, -20.0, 20.0, 88.0, 1e30]])
     gate_up, gated = torch.cat([x, torch.ones_like(x)], dim=1), torch.empty_like(x)
-    program = Program(LIBRARY)
+    program = Program(library)
     program.add(
         compiled.SILU_AND_MUL, x=gate_up, other=gate_up.view(-1)[8:], y=gated, dtype=torch.float32, x_stride=16, width=8
     )
     run(program, 1)
     assert torch.allclose(gated, torch.nn.functional.silu(x), rtol=1e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("head_dim", "window"), [(64, None), (24, None), (48, 20)])
+def test_attention(dtype: torch.dtype, head_dim: int, window: int | None, library: Any) -> None:
+    torch.manual_seed(2)
+    queries = torch.randn(9, 6, head_dim).to(dtype)
+    keys, values = (torch.randn(30, 16, 2, head_dim).to(dtype) for _ in range(2))
+    starts, lengths = torch.tensor([0, 1, 9], dtype=torch.int32), torch.tensor([300, 40], dtype=torch.int32)
+    tables = torch.randperm(30)[:20].int().repeat(2, 1)
+    metadata = AttentionMetadata(starts, lengths, tables, torch.zeros(9, dtype=torch.int64))
+    actual = attention(library, queries, keys, values, metadata, 0.2, window)
+    expected = paged_attention_reference(queries.float(), keys.float(), values.float(), metadata, 0.2, window)
+    assert torch.allclose(actual.float(), expected, atol=1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "int4"])
+def test_quantized_kv_rows(name: str, library: Any) -> None:
+    """The rows that a program stores, and attention over them."""
+    torch.manual_seed(3)
+    kv_quant = KVQuantFormat(name, 64)
+    keys, values = torch.randn(40, 2, 64), torch.randn(40, 2, 64)
+    pages = [torch.zeros(3, 16, 2, kv_quant.row_bytes, dtype=torch.uint8) for _ in range(2)]
+    layer = LayerKVPages(*pages, num_kv_heads=2, kv_quant=kv_quant)
+    queries, results = torch.randn(40, 4, 64), torch.empty(40, 4, 64)
+    program = Program(library)
+    params = program.attention(queries, 256, layer, results, heads=4, scale=0.2, window=None)
+    for x, y in ((keys, pages[0]), (values, pages[1])):
+        program.add(
+            compiled.STORE_KV, x=x, dtype=torch.float32, x_stride=128, y=y, weight_type=params.page_type, width=128,
+            params=params,
+        )  # fmt: skip
+    program.add(compiled.ATTENTION, params=params)
+    positions = torch.arange(40)
+    starts, lengths = torch.tensor([0, 40], dtype=torch.int32), torch.tensor([40], dtype=torch.int32)
+    metadata = AttentionMetadata(starts, lengths, torch.arange(3, dtype=torch.int32)[None], positions)
+    program.run(positions, positions, torch.zeros(0, dtype=torch.int64), metadata)
+    for x, y in ((keys, pages[0]), (values, pages[1])):
+        assert torch.equal(y.view(48, 2, -1)[:40], kv_quant.quantize(x))
+    expected = paged_attention_reference(queries, *pages, metadata, 0.2, None, kv_quant)
+    assert torch.allclose(results, expected, atol=1e-4)

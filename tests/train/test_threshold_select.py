@@ -20,7 +20,7 @@ from smelt.train.gradients.reducer import Reducer
 from smelt.train.gradients.settings import CompressionSettings
 from tests.train.synthetic import make_gradient, make_layout
 
-there = pytest.mark.skipif(compiled.library() is None, reason="needs an x86 processor and a C++ compiler")
+there = pytest.mark.skipif(compiled.library() is None, reason="needs a C++ compiler")
 METHODS = [MiCRO, ExDyna, HardThreshold, SAGE, SIDCo]
 
 

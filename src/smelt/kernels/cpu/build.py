@@ -1,8 +1,8 @@
 """Build the compiled library with the system's C++ compiler on first use, cache it, and load it.
 
 Its file name contains a hash of the source, the compiler and the CPU, so that a stale library is never loaded. If
-anything fails (no compiler, another architecture, a cache that is not writable), there is no library and the reference
-is used, as with `SMELT_COMPILE=0`.
+anything fails (no compiler, an architecture that it does not know, a cache that is not writable), there is no library
+and the reference is used, as with `SMELT_COMPILE=0`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,20 @@ from pathlib import Path
 from smelt.cache import cache_folder
 
 SOURCE = Path(__file__).parent / "source"
-NATIVE = "-march=native"
+HIGHWAY = Path("third_party") / "highway"  # in SOURCE; the portable SIMD instructions
 # Threads come from the OpenMP runtime that PyTorch has loaded: the library links none of its own, as two thread pools
 # would compete for the cores.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-w")
 UNITS: dict[str, tuple[str, ...]] = {"linear": (), "program": ()}  # source files, with extra flags
-X86 = ("x86_64", "AMD64")
 _COMPILE_TIMEOUT = 300  # seconds
+
+
+def native_flag(architecture: str) -> str:
+    """Return the compiler flag that enables every instruction of this CPU."""
+    return "-mcpu=native" if architecture in ("aarch64", "arm64") else "-march=native"
+
+
+NATIVE = native_flag(platform.machine())
 
 
 def load_library(machine: str = NATIVE) -> ctypes.CDLL | None:
@@ -37,11 +44,10 @@ def load_library(machine: str = NATIVE) -> ctypes.CDLL | None:
 
 
 def load_units(
-    units: Mapping[str, tuple[str, ...]], declare: Callable[[ctypes.CDLL], ctypes.CDLL], machine: str = NATIVE,
-    *, portable: bool = False,
-) -> ctypes.CDLL | None:  # fmt: skip
-    """Return a library of other units; `portable` units compile on any CPU."""
-    if os.environ.get("SMELT_COMPILE") == "0" or not (portable or platform.machine() in X86):
+    units: Mapping[str, tuple[str, ...]], declare: Callable[[ctypes.CDLL], ctypes.CDLL], machine: str = NATIVE
+) -> ctypes.CDLL | None:
+    """Return a library of other units."""
+    if os.environ.get("SMELT_COMPILE") == "0":
         return None
     try:
         path = ensure_compiled(machine, units)
@@ -83,8 +89,8 @@ def _fingerprint(compiler: str, machine: str, units: Mapping[str, tuple[str, ...
     """Return a hash of everything that the library depends on."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_COMPILE_TIMEOUT).stdout
     parts = [version, " ".join((*FLAGS, machine)).encode(), str(units).encode(), _cpu_features()]
-    sources = (file for file in sorted(SOURCE.iterdir()) if file.suffix != ".cpp" or file.stem in units)
-    parts += [file.read_bytes() for file in sources]
+    headers = sorted(SOURCE.rglob("*.h"))
+    parts += [file.read_bytes() for file in (*headers, *(SOURCE / f"{name}.cpp" for name in units))]
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
 
 
@@ -100,8 +106,9 @@ def _compile(compiler: str, machine: str, path: Path, units: Mapping[str, tuple[
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".compiling-") as folder:
         objects, library = [Path(folder) / f"{name}.o" for name in units], Path(folder) / "smelt.so"
+        include = ("-I", str(SOURCE / HIGHWAY))
         commands = [
-            [compiler, *FLAGS, *flags, machine, "-c", str(SOURCE / f"{name}.cpp"), "-o", str(object_file)]
+            [compiler, *FLAGS, *flags, machine, *include, "-c", str(SOURCE / f"{name}.cpp"), "-o", str(object_file)]
             for (name, flags), object_file in zip(units.items(), objects, strict=True)
         ]
         for command in (*commands, [compiler, "-shared", *map(str, objects), "-o", str(library)]):
@@ -112,8 +119,10 @@ def _compile(compiler: str, machine: str, path: Path, units: Mapping[str, tuple[
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    library.smelt_simd_target.argtypes, library.smelt_simd_target.restype = [], ctypes.c_char_p
     library.smelt_plan_size.argtypes, library.smelt_plan_size.restype = [], int64
     library.smelt_has_int8.argtypes, library.smelt_has_int8.restype = [pointer], int32
+    library.smelt_is_vectorized.argtypes, library.smelt_is_vectorized.restype = [pointer], int32
     library.smelt_has_gemm.argtypes, library.smelt_has_gemm.restype = [pointer], int32
     library.smelt_linear.argtypes, library.smelt_linear.restype = [pointer] * 3 + [int64] * 2 + [int32], None
     library.smelt_program_sizes.argtypes, library.smelt_program_sizes.restype = [int32], int64

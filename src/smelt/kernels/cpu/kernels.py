@@ -1,4 +1,4 @@
-"""Linear kernels on x86: packed weights with float or integer inputs."""
+"""Linear kernels on CPUs: packed weights with float or integer inputs."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class ThresholdSelect(ctypes.Structure):
 @lru_cache(maxsize=1)
 def library() -> Any:
     """Return the compiled library; None if it cannot be compiled."""
-    return load_units(UNITS, _declare, portable=True)
+    return load_units(UNITS, _declare)
 
 
 def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:

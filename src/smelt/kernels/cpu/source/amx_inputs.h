@@ -6,12 +6,17 @@
 
 #include "int8_gemv.h"
 
-#if defined(SMELT_INT8) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#if SMELT_AVX512 && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define SMELT_TILES 1
+#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 constexpr int TILE = 16, TILE_BYTES = 1024, ROW_BLOCK = 32;  // rows per tile, bytes per tile, rows computed together
+
+inline __m512 raw(F32x16 v) {
+    return v.part[0].raw;
+}
 
 inline bool tiles_granted() {  // the OS grants AMX registers on request
     static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
@@ -114,9 +119,9 @@ inline void pack_floats(const LinearPlan& plan, const void* x, int64_t tokens, i
         for (int t = 0; t < TILE; ++t) {
             const int64_t token = block * TILE + t, k = step * 32;
             const bool valid = token < tokens;
-            __m512 low = valid ? load_input_columns(plan, x, token, k) : _mm512_setzero_ps();
+            __m512 low = valid ? raw(load_input_columns(plan, x, token, k)) : _mm512_setzero_ps();
             const bool has_high = valid && k + 16 < plan.columns;
-            __m512 high = has_high ? load_input_columns(plan, x, token, k + 16) : _mm512_setzero_ps();
+            __m512 high = has_high ? raw(load_input_columns(plan, x, token, k + 16)) : _mm512_setzero_ps();
             if (plan.zero) sums[k / plan.group * TILE + t] += _mm512_reduce_add_ps(_mm512_add_ps(low, high));
             order_inputs<Bits>(low, high);
             for (int term = 0; term < in.num_terms; ++term) {
@@ -142,7 +147,7 @@ inline void pack_int8(const LinearPlan& plan, const void* x, int64_t tokens, int
         for (int64_t g = 0; g < plan.groups; ++g) {
             const float sum = t < valid_tokens ? quantized.sums[t * quantized.padded_groups + g] : 0.0f;
             in.sums[(block * plan.groups + g) * TILE + t] = sum;
-            in.offset_sums[(block * plan.groups + g) * TILE + t] = int32_t(sum) * unsigned_offset(plan);
+            in.offset_sums[(block * plan.groups + g) * TILE + t] = int32_t(sum) * code_offset(plan);
         }
     }
     for (int64_t step = 0; step < in.steps; ++step) {

@@ -39,14 +39,15 @@ inline void write_float_tiles(
     const __m512i four = _mm512_set1_epi64(0x0004000400040004), eight = _mm512_add_epi64(four, four);
     const __m512i quarters = _mm512_mask_mov_epi64(_mm512_maskz_mov_epi64(0x0c, four), 0x30, eight);
     const __m512i spread = _mm512_mask_add_epi64(quarters, 0xc0, eight, four);  // 0, 4, 8, 12, one per quarter
-    const __m512 values = Bits == 8 ? _mm512_setzero_ps() : lane_table(plan);
-    const __m512i shifts = lane_shifts<Bits>();
+    Decoder<Bits, Bits == 8 ? CONVERT : LOOKUP> decoder(plan);
+    const __m512 values = raw(decoder.table);
     const int64_t groups = Scaled ? plan.groups : 1, group = Scaled ? plan.group / 32 : steps;
     for (int64_t g = 0; g < groups; ++g) {
         const __m512 step = _mm512_set1_ps(scale[g]);
         const __m512 zero_shift = _mm512_set1_ps(Scaled && plan.zero ? shift[g] : 0.0f);
         const __m512 table = Scaled ? rounded_to_bfloat(_mm512_fmsub_ps(values, step, zero_shift)) : values;
         const __m512i words = word_table(table);
+        decoder.table.part[0].raw = table;
         const int64_t end = g + 1 < groups ? (g + 1) * group : steps;
         for (int64_t tile = g * group; tile < end; ++tile) {
             const uint8_t* step_codes = codes + tile * 4 * Bits;
@@ -56,8 +57,8 @@ inline void write_float_tiles(
                 const __m512i repeated = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)step_codes));
                 tile_line = _mm512_permutexvar_epi16(_mm512_srlv_epi16(repeated, spread), words);
             } else {
-                __m512 low = lane_values<Bits>(step_codes, table, shifts);
-                __m512 high = lane_values<Bits>(step_codes + 2 * Bits, table, shifts);
+                __m512 low = raw(lane_values(step_codes, decoder));
+                __m512 high = raw(lane_values(step_codes + 2 * Bits, decoder));
                 if constexpr (Scaled && Bits == 8) {
                     low = rounded_to_bfloat(_mm512_fmsub_ps(low, step, zero_shift));
                     high = rounded_to_bfloat(_mm512_fmsub_ps(high, step, zero_shift));
@@ -72,11 +73,12 @@ inline void write_float_tiles(
 template <CodeLayout Layout>
 inline void write_int8_tiles(
     const LinearPlan& plan, const uint8_t* codes, const uint8_t* zero, int64_t steps, uint8_t* tiles) {
-    GroupCursor cursor{plan};
+    const Segments segments(plan);
+    ChunkGroups groups{};
     for (int64_t step = 0; step < steps; ++step) {
-        cursor.advance_to(step * CHUNK);
+        groups = segments.next_groups(step * CHUNK / segments.columns, groups);
         prefetch_codes(codes, step * CHUNK * plan.bits / 8, step * CHUNK * plan.bits / 8 + 1);
-        _mm512_store_si512(tiles + step * TILE_BYTES, chunk_bytes<Layout>(plan, codes, step * CHUNK, zero, cursor));
+        store(chunk_bytes<Layout>(plan, codes, step * CHUNK, zero, groups), tiles + step * TILE_BYTES);
     }
 }
 
@@ -178,7 +180,7 @@ inline void store_tile(
     }
     transpose(rows);
     const int64_t rows_left = plan.rows - row, valid = tokens - block * TILE < TILE ? tokens - block * TILE : TILE;
-    const __mmask16 row_mask = first_lanes(rows_left);
+    const __mmask16 row_mask = __mmask16(rows_left >= TILE ? 0xffff : (1u << rows_left) - 1);
     alignas(64) float bias[TILE] = {};
     for (int r = 0; plan.bias && r < TILE && r < rows_left; ++r)
         bias[r] = load_float(plan.bias, plan.bias_type, row + r);

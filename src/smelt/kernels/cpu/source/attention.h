@@ -8,7 +8,6 @@
 
 #include "kv_rows.h"
 
-#ifdef SMELT_LANES
 struct AttentionMetadata {
     int64_t requests;
     const int32_t *cu_seqlens_q, *seq_lens, *block_tables;  // [requests + 1], [requests], [requests, table_stride]
@@ -52,6 +51,7 @@ inline HeadPages head_pages(const Attention& a, const AttentionMetadata& p, int6
 }
 
 constexpr int64_t SPAN = 256, MAX_QUERIES = 16;  // keys per span; queries computed together
+constexpr int KEYS = SMELT_AVX512 ? 16 : 4;      // keys scored at once, limited by the number of registers
 
 struct Partial {  // of one query: max score, sum of softmax weights, weighted values
     float max_score, sum;
@@ -62,23 +62,6 @@ struct Job {  // some tokens of a request, one KV head
     int64_t request, head, first, count;
 };
 
-// Sum the lanes of each of 16 registers, in order.
-inline __m512 sum_sixteen(const __m512* r) {
-    __m512 pairs[8], fours[4];
-    for (int i = 0; i < 8; ++i)
-        pairs[i] =
-            _mm512_add_ps(_mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]), _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]));
-    for (int i = 0; i < 4; ++i)
-        fours[i] = _mm512_add_ps(
-            _mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0x44),
-            _mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0xee));
-    const __m512 low =
-        _mm512_add_ps(_mm512_shuffle_f32x4(fours[0], fours[1], 0x88), _mm512_shuffle_f32x4(fours[0], fours[1], 0xdd));
-    const __m512 high =
-        _mm512_add_ps(_mm512_shuffle_f32x4(fours[2], fours[3], 0x88), _mm512_shuffle_f32x4(fours[2], fours[3], 0xdd));
-    return _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
-}
-
 // Compute the row indices of the keys of a span.
 inline void key_row_indices(const HeadPages& h, int64_t block_size, int64_t begin, int64_t end, int64_t* rows) {
     int64_t page = begin / block_size, offset = begin % block_size;
@@ -88,67 +71,64 @@ inline void key_row_indices(const HeadPages& h, int64_t block_size, int64_t begi
     }
 }
 
-// Dot products of a query with 16 keys, or with the first `num_keys` of them.
+// Dot products of a query with 16 keys, or with the first `num_keys` of them: scores [16].
 template <int32_t PageType, bool All>
-inline __m512 score_sixteen(const Attention& a, const int64_t* key_rows, int64_t num_keys, const float* query) {
+inline void score_sixteen(
+    const Attention& a, const int64_t* key_rows, int64_t num_keys, const float* query, float* scores) {
     const RowShape shape = a.rows();
-    __m512 dots[16];
-    float zeros[16] = {}, scales[16] = {};
-    for (auto& acc : dots) acc = _mm512_setzero_ps();
-    if (is_packed<PageType>())
-        for (int key = 0; key < 16; ++key)
-            if (All || key < num_keys) {
-                zeros[key] = row_zero<PageType>(a.key_pages, shape, key_rows[key]);
-                scales[key] = row_scale<PageType>(a.key_pages, shape, key_rows[key]);
-            }
-    for (int64_t k = 0; k < a.head_dim; k += 16) {
-        const __mmask16 valid = first_lanes(a.head_dim - k);
-        const __m512 q = _mm512_load_ps(query + k);
-        for (int key = 0; key < 16; ++key)
-            if (All || key < num_keys)
-                dots[key] = _mm512_fmadd_ps(
-                    q, load_row<PageType>(a.key_pages, shape, key_rows[key], k, valid, zeros[key]), dots[key]);
+    for (int first = 0; first < LANES; first += KEYS) {
+        F32x16 dots[KEYS];
+        float zeros[KEYS] = {};
+        unroll<KEYS>([&](auto key) SMELT_INLINE {
+            dots[key] = zero<float>();
+            if (is_packed<PageType>() && (All || first + key < num_keys))
+                zeros[key] = row_zero<PageType>(a.key_pages, shape, key_rows[first + key]);
+        });
+        for_blocks(a.head_dim, [&](int64_t k, int64_t lanes) SMELT_INLINE {
+            const F32x16 q = load(query + k);
+            unroll<KEYS>([&](auto key) SMELT_INLINE {
+                if (!All && first + key >= num_keys) return;
+                const F32x16 keys = load_row<PageType>(a.key_pages, shape, key_rows[first + key], k, lanes, zeros[key]);
+                dots[key] = mul_add(q, keys, dots[key]);
+            });
+        });
+        unroll<KEYS / 4>([&](auto i) SMELT_INLINE {
+            sum_lanes(dots[4 * i], dots[4 * i + 1], dots[4 * i + 2], dots[4 * i + 3], scores + first + 4 * i);
+        });
     }
-    const __m512 dots_sum = sum_sixteen(dots);
-    return is_packed<PageType>() ? _mm512_mul_ps(dots_sum, _mm512_loadu_ps(scales)) : dots_sum;
+    for (int key = 0; is_packed<PageType>() && key < LANES && (All || key < num_keys); ++key)
+        scores[key] *= row_scale<PageType>(a.key_pages, shape, key_rows[key]);
 }
 
 // Compute scores [rows, SPAN] of each query with the keys of a span.
 template <int32_t PageType>
 inline void score_keys(
     const Attention& a, const int64_t* key_rows, int64_t keys, const float* queries, int64_t rows, float* scores) {
-    const int64_t padded = round_up(a.head_dim, 16);
-    for (int64_t key = 0; key < keys; key += 16)
+    const int64_t padded = round_up(a.head_dim, LANES);
+    for (int64_t key = 0; key < keys; key += LANES)
         for (int64_t row = 0; row < rows; ++row) {
             const float* query = queries + row * padded;
-            const __m512 dots_sum = keys - key >= 16
-                                        ? score_sixteen<PageType, true>(a, key_rows + key, 16, query)
-                                        : score_sixteen<PageType, false>(a, key_rows + key, keys - key, query);
-            _mm512_storeu_ps(scores + row * SPAN + key, dots_sum);
+            float* sixteen = scores + row * SPAN + key;
+            if (keys - key >= LANES) score_sixteen<PageType, true>(a, key_rows + key, LANES, query, sixteen);
+            else score_sixteen<PageType, false>(a, key_rows + key, keys - key, query, sixteen);
         }
 }
 
 // Convert the scores of one query to softmax weights; keys low..high of the span are visible, others get 0.
 inline void softmax_weights(float* scores, int64_t keys, int64_t low, int64_t high, Partial& out) {
-    const __m512 minus_infinity = _mm512_set1_ps(-INFINITY);
-    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    __m512 max_scores = minus_infinity, sum = _mm512_setzero_ps();
-    for (int64_t key = 0; key < keys; key += 16) {
-        const __m512i key_index = _mm512_add_epi32(lanes, _mm512_set1_epi32(int(key)));
-        const __mmask16 visible = _mm512_cmpge_epi32_mask(key_index, _mm512_set1_epi32(int(low))) &
-                                  _mm512_cmplt_epi32_mask(key_index, _mm512_set1_epi32(int(high)));
-        const __m512 score = _mm512_mask_loadu_ps(minus_infinity, visible, scores + key);
-        _mm512_storeu_ps(scores + key, score);
-        max_scores = _mm512_max_ps(max_scores, score);
+    const int64_t padded = round_up(keys, LANES);
+    for (int64_t key = 0; key < low; ++key) scores[key] = -INFINITY;
+    for (int64_t key = high; key < padded; ++key) scores[key] = -INFINITY;
+    F32x16 max_scores = broadcast(-INFINITY), sum = zero<float>();
+    for (int64_t key = 0; key < padded; key += LANES) max_scores = max(max_scores, load(scores + key));
+    out.max_score = reduce_max(max_scores);
+    const F32x16 max_score = broadcast(out.max_score == -INFINITY ? 0.0f : out.max_score);
+    for (int64_t key = 0; key < padded; key += LANES) {
+        const F32x16 weight = exp(load(scores + key) - max_score);
+        store(weight, scores + key);
+        sum = sum + weight;
     }
-    out.max_score = _mm512_reduce_max_ps(max_scores);
-    const __m512 max_score = _mm512_set1_ps(out.max_score == -INFINITY ? 0.0f : out.max_score);
-    for (int64_t key = 0; key < keys; key += 16) {
-        const __m512 weight = exp_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + key), max_score));
-        _mm512_storeu_ps(scores + key, weight);
-        sum = _mm512_add_ps(sum, weight);
-    }
-    out.sum = _mm512_reduce_add_ps(sum);
+    out.sum = reduce_add(sum);
 }
 
 // Accumulate the weighted values of a span for `Rows` queries from `first` on.
@@ -157,17 +137,17 @@ inline void accumulate_rows(
     const Attention& a, const int64_t* key_rows, const float* zeros, int64_t keys, const float* weights, int64_t first,
     Partial* partial) {
     const RowShape shape = a.rows();
-    for (int64_t k = 0; k < a.head_dim; k += 16) {
-        const __mmask16 valid = first_lanes(a.head_dim - k);
-        __m512 total[Rows];
-        for (auto& acc : total) acc = _mm512_setzero_ps();
+    for_blocks(a.head_dim, [&](int64_t k, int64_t lanes) SMELT_INLINE {
+        F32x16 total[Rows];
+        unroll<Rows>([&](auto row) SMELT_INLINE { total[row] = zero<float>(); });
         for (int64_t key = 0; key < keys; ++key) {
-            const __m512 values = load_row<PageType>(a.value_pages, shape, key_rows[key], k, valid, zeros[key]);
-            for (int row = 0; row < Rows; ++row)
-                total[row] = _mm512_fmadd_ps(_mm512_set1_ps(weights[(first + row) * SPAN + key]), values, total[row]);
+            const F32x16 values = load_row<PageType>(a.value_pages, shape, key_rows[key], k, lanes, zeros[key]);
+            unroll<Rows>([&](auto row) SMELT_INLINE {
+                total[row] = mul_add(broadcast(weights[(first + row) * SPAN + key]), values, total[row]);
+            });
         }
-        for (int row = 0; row < Rows; ++row) _mm512_storeu_ps(partial[first + row].values + k, total[row]);
-    }
+        unroll<Rows>([&](auto row) SMELT_INLINE { store(total[row], partial[first + row].values + k); });
+    });
 }
 
 // Scales of quantized values are folded into the weights, which are not used afterward.
@@ -210,13 +190,13 @@ inline JobBuffers job_buffers(int64_t padded) {
 }
 
 inline void load_queries(const Attention& a, const Job& job, int64_t token, float* queries) {
-    const int64_t group = a.heads / a.kv_heads, padded = round_up(a.head_dim, 16);
+    const int64_t group = a.heads / a.kv_heads, padded = round_up(a.head_dim, LANES);
     for (int64_t row = 0; row < job.count * group; ++row)
-        for (int64_t k = 0; k < a.head_dim; k += 16) {
+        for (int64_t k = 0; k < a.head_dim; k += LANES) {
             const int64_t head = job.head * group + row % group,
                           offset = (token + row / group) * a.query_stride + head * a.head_dim + k;
-            const __m512 values = load_floats(a.queries, a.dtype, offset, first_lanes(a.head_dim - k));
-            _mm512_store_ps(queries + row * padded + k, _mm512_mul_ps(values, _mm512_set1_ps(a.scale)));
+            const F32x16 values = load_floats(a.queries, a.dtype, offset, a.head_dim - k);
+            store(values * broadcast(a.scale), queries + row * padded + k);
         }
 }
 
@@ -224,11 +204,10 @@ inline void store_results(const Attention& a, const Job& job, int64_t token, con
     const int64_t group = a.heads / a.kv_heads;
     for (int64_t row = 0; row < job.count * group; ++row) {
         const int64_t offset = ((token + row / group) * a.heads + job.head * group + row % group) * a.head_dim;
-        const __m512 inv_sum = _mm512_set1_ps(1.0f / partial[row].sum);
-        for (int64_t k = 0; k < a.head_dim; k += 16)
+        const F32x16 inv_sum = broadcast(1.0f / partial[row].sum);
+        for (int64_t k = 0; k < a.head_dim; k += LANES)
             store_floats(
-                a.results, a.dtype, offset + k, _mm512_mul_ps(_mm512_loadu_ps(partial[row].values + k), inv_sum),
-                first_lanes(a.head_dim - k));
+                a.results, a.dtype, offset + k, load(partial[row].values + k) * inv_sum, a.head_dim - k);
     }
 }
 
@@ -236,7 +215,7 @@ template <int32_t PageType>
 inline void attend_tile(const Attention& a, const AttentionMetadata& p, const Job& job) {
     const int64_t group = a.heads / a.kv_heads, rows = job.count * group,
                   token = p.cu_seqlens_q[job.request] + job.first;
-    const JobBuffers buffers = job_buffers(round_up(a.head_dim, 16));
+    const JobBuffers buffers = job_buffers(round_up(a.head_dim, LANES));
     load_queries(a, job, token, buffers.queries);
     for (int64_t row = 0; row < rows; ++row) buffers.running[row] = Partial{-INFINITY, 0.0f, {}};
     const int64_t query_len = p.cu_seqlens_q[job.request + 1] - p.cu_seqlens_q[job.request];
@@ -282,4 +261,3 @@ inline void attend(const Attention& a, const AttentionMetadata& p, int threads) 
             default: attend_tile<FLOAT32>(a, p, list[job]);
         }
 }
-#endif

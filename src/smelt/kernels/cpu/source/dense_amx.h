@@ -38,8 +38,8 @@ inline void store_dense_tile(
     for (int r = 0; r < TILE; ++r) lines[r] = _mm512_load_si512(sums + r * TILE);
     transpose(lines);
     for (int t = 0; t < TILE && token + t < tokens; ++t) {
-        __m512 values = _mm512_castsi512_ps(lines[t]);
-        if (d.bias) values = _mm512_add_ps(values, load_floats(d.bias, d.bias_type, row));
+        F32x16 values{{_mm512_castsi512_ps(lines[t])}};
+        if (d.bias) values = values + load_floats(d.bias, d.bias_type, row);
         store_floats(y, d.y_type, (token + t) * d.rows + row, values);
     }
 }

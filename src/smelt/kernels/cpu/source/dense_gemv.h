@@ -5,62 +5,74 @@
 
 #include "simd.h"
 
-#ifdef SMELT_LANES
 struct DenseMatrix {
     int64_t rows, columns;
     DType weight_type, bias_type, x_type, y_type;
     const void *weight, *bias;  // [rows, columns], [rows]
 };
 
-template <int Rows, int Tokens>
+template <DType Weights, int Rows, int Tokens>
 inline void dense_block(const DenseMatrix& d, int64_t row, const float* x, int64_t padded, int64_t token, void* y) {
-    __m512 total[Rows * Tokens];
-    for (auto& acc : total) acc = _mm512_setzero_ps();
-    for (int64_t k = 0; k < d.columns; k += 16) {
-        const __mmask16 valid = first_lanes(d.columns - k);
-        __m512 weights[Rows];
-        for (int r = 0; r < Rows; ++r)
-            weights[r] = load_floats(d.weight, d.weight_type, (row + r) * d.columns + k, valid);
-        for (int t = 0; t < Tokens; ++t) {
-            const __m512 values = _mm512_load_ps(x + (token + t) * padded + k);
-            for (int r = 0; r < Rows; ++r)
-                total[t * Rows + r] = _mm512_fmadd_ps(weights[r], values, total[t * Rows + r]);
-        }
-    }
-    for (int t = 0; t < Tokens; ++t)
+    F32x16 total[Rows * Tokens];
+    unroll<Rows * Tokens>([&](auto i) SMELT_INLINE { total[i] = zero<float>(); });
+    for_blocks(d.columns, [&](int64_t k, int64_t lanes) SMELT_INLINE {
+        F32x16 weights[Rows];
+        unroll<Rows>([&](auto r) SMELT_INLINE {
+            weights[r] = load_floats(d.weight, Weights, (row + r) * d.columns + k, lanes);
+        });
+        unroll<Tokens>([&](auto t) SMELT_INLINE {
+            const F32x16 values = load(x + (token + t) * padded + k);
+            unroll<Rows>([&](auto r) SMELT_INLINE { total[t * Rows + r] = mul_add(weights[r], values, total[t * Rows + r]); });
+        });
+    });
+    unroll<Tokens>([&](auto t) SMELT_INLINE {
+        constexpr int i = t * Rows;
+        float sums[4];
+        sum_lanes(total[i], total[i + 1 % Rows], total[i + 2 % Rows], total[i + 3 % Rows], sums);
         for (int r = 0; r < Rows; ++r) {
-            float sum = _mm512_reduce_add_ps(total[t * Rows + r]);
-            if (d.bias) sum += load_float(d.bias, d.bias_type, row + r);
+            if (d.bias) sums[r] += load_float(d.bias, d.bias_type, row + r);
             const int64_t index = (token + t) * d.rows + row + r;
-            if (d.y_type == FLOAT32) static_cast<float*>(y)[index] = sum;
-            else static_cast<uint16_t*>(y)[index] = float_to_bfloat(sum);
+            if (d.y_type == FLOAT32) static_cast<float*>(y)[index] = sums[r];
+            else static_cast<uint16_t*>(y)[index] = float_to_bfloat(sums[r]);
         }
+    });
 }
 
-template <int Rows>
+// Multiply four rows; sums of four tokens at once do not fit into the registers with AVX2 or NEON.
+template <DType Weights>
 inline void dense_rows(const DenseMatrix& d, int64_t row, const float* x, int64_t padded, int64_t tokens, void* y) {
+    constexpr int ROWS = SMELT_AVX512 ? 4 : 2, TOKENS = SMELT_AVX512 ? 4 : 2;
     int64_t token = 0;
-    for (; token + 4 <= tokens; token += 4) dense_block<Rows, 4>(d, row, x, padded, token, y);
-    for (; token < tokens; ++token) dense_block<Rows, 1>(d, row, x, padded, token, y);
+    for (; token + TOKENS <= tokens; token += TOKENS)
+        for (int r = 0; r < 4; r += ROWS) dense_block<Weights, ROWS, TOKENS>(d, row + r, x, padded, token, y);
+    for (; token < tokens; ++token) dense_block<Weights, 4, 1>(d, row, x, padded, token, y);
 }
 
+template <DType Weights>
 inline void dense_product(const DenseMatrix& d, const void* x, int64_t tokens, void* y, int threads) {
     static thread_local Scratch buffer;
-    const int64_t padded = round_up(d.columns, 16);
+    const int64_t padded = round_up(d.columns, LANES);
     float* values = buffer.get<float>(tokens * padded);
     for (int64_t token = 0; token < tokens; ++token)
-        for (int64_t k = 0; k < d.columns; k += 16)
-            _mm512_store_ps(
-                values + token * padded + k,
-                load_floats(x, d.x_type, token * d.columns + k, first_lanes(d.columns - k)));
+        for (int64_t k = 0; k < d.columns; k += LANES)
+            store(load_floats(x, d.x_type, token * d.columns + k, d.columns - k), values + token * padded + k);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(dynamic, dynamic_chunk(d.rows, 4))
         for (int64_t first = 0; first < d.rows; first += 4) {
-            if (first + 4 <= d.rows) dense_rows<4>(d, first, values, padded, tokens, y);
+            if (first + 4 <= d.rows) dense_rows<Weights>(d, first, values, padded, tokens, y);
             else
-                for (int64_t row = first; row < d.rows; ++row) dense_rows<1>(d, row, values, padded, tokens, y);
+                for (int64_t row = first; row < d.rows; ++row)
+                    for (int64_t token = 0; token < tokens; ++token)
+                        dense_block<Weights, 1, 1>(d, row, values, padded, token, y);
         }
     }
 }
-#endif
+
+inline void dense_product(const DenseMatrix& d, const void* x, int64_t tokens, void* y, int threads) {
+    switch (d.weight_type) {
+        case FLOAT32: return dense_product<FLOAT32>(d, x, tokens, y, threads);
+        case FLOAT16: return dense_product<FLOAT16>(d, x, tokens, y, threads);
+        default: return dense_product<BFLOAT16>(d, x, tokens, y, threads);
+    }
+}

@@ -1,34 +1,18 @@
 // Scales of rows, and the reference dequantization of rows in any format.
 #pragma once
 
-#include "plan.h"
-
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
+#include "simd.h"
 
 // Compute the zero point term scale * (zero - center) of `size` groups from `first` on.
 inline void row_shifts(const LinearPlan& plan, int64_t first, int64_t size, const float* scale, float* shift) {
-    int64_t i = 0;
-#ifdef __AVX512BW__
-    const __m512 center = _mm512_set1_ps(plan.center);
-    for (; i < size && plan.zero_type != BFLOAT16; i += 16) {
-        const __mmask16 valid = __mmask16(size - i >= 16 ? 0xffff : (1u << (size - i)) - 1);
-        __m512 zero;
-        if (plan.zero_type == FLOAT32)
-            zero = _mm512_maskz_loadu_ps(valid, static_cast<const float*>(plan.zero) + first + i);
-        else if (plan.zero_type == FLOAT16) {
-            const uint16_t* halves = static_cast<const uint16_t*>(plan.zero) + first + i;
-            zero = _mm512_cvtph_ps(_mm512_castsi512_si256(_mm512_maskz_loadu_epi16(valid, halves)));
-        } else {
-            const uint8_t* bytes = static_cast<const uint8_t*>(plan.zero) + first + i;
-            const __m128i narrow = _mm512_castsi512_si128(_mm512_maskz_loadu_epi8(valid, bytes));
-            zero = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(narrow));
-        }
-        _mm512_storeu_ps(shift + i, _mm512_mul_ps(_mm512_loadu_ps(scale + i), _mm512_sub_ps(zero, center)));
+    const F32x16 center = broadcast(plan.center);
+    const uint8_t* bytes = static_cast<const uint8_t*>(plan.zero) + first;
+    for (int64_t i = 0; i < size; i += LANES) {
+        const auto read = [](const uint8_t* codes) { return to_float(bit_cast<int32_t>(widen(codes))); };
+        const F32x16 zero = plan.zero_type == BYTE ? read_padded(bytes + i, size - i, read)
+                                                   : load_floats(plan.zero, plan.zero_type, first + i, size - i);
+        store(load(scale + i) * (zero - center), shift + i);
     }
-#endif
-    for (; i < size; ++i) shift[i] = scale[i] * (load_float(plan.zero, plan.zero_type, first + i) - plan.center);
 }
 
 // Load the scales of `count` rows in float32. With zero points, `shift` = scale * (zero - center) times the sum of the
@@ -36,14 +20,8 @@ inline void row_shifts(const LinearPlan& plan, int64_t first, int64_t size, cons
 inline void row_scales(const LinearPlan& plan, int64_t row, int64_t count, float* scale, float* shift) {
     const int64_t first = row * plan.scale_stride, size = plan.scale_stride ? count * plan.groups : 1;
     int64_t i = 0;
-#ifdef __AVX512BW__
     if (plan.scale_type == FLOAT16)
-        for (const uint16_t* halves = static_cast<const uint16_t*>(plan.scale) + first; i < size; i += 16) {
-            const __mmask16 valid = __mmask16(size - i >= 16 ? 0xffff : (1u << (size - i)) - 1);
-            const __m256i narrow = _mm512_castsi512_si256(_mm512_maskz_loadu_epi16(valid, halves + i));
-            _mm512_storeu_ps(scale + i, _mm512_cvtph_ps(narrow));
-        }
-#endif
+        for (; i < size; i += LANES) store(load_floats(plan.scale, FLOAT16, first + i, size - i), scale + i);
     for (; i < size; ++i) scale[i] = load_float(plan.scale, plan.scale_type, first + i, plan.scale_table);
     if (plan.divisor)
         for (i = 0; i < size; ++i) scale[i] /= *plan.divisor;

@@ -1,14 +1,15 @@
 // GEMV with int8 inputs and per-token scales: integer products and sums are exact, then scaled.
 //
 // A chunk is 64 codes. 8-bit codes are multiplied in memory order; 4-bit codes are unpacked to bytes, the first 32
-// columns in the lower half. `offset` makes all bytes unsigned, as the instruction requires for weights; its
-// contribution, a multiple of the sum of the inputs, is subtracted beforehand, in integers.
+// columns in the lower half. `offset` makes all bytes unsigned, as x86 requires for weights; its contribution, a
+// multiple of the sum of the inputs, is subtracted beforehand, in integers. ARM requires signed weights: 8-bit codes
+// have no offset there, and the others are below 128.
 #pragma once
+
+#include <algorithm>
 
 #include "gemv.h"
 
-#if defined(SMELT_LANES) && defined(__AVX512VNNI__)
-#define SMELT_INT8 1
 constexpr int CHUNK = 64;
 
 // Whether the product can be computed in integers.
@@ -23,8 +24,11 @@ inline int column_in_chunk(int bits, int position) {
     return position / 32 * 32 + 2 * (position % 16) + position % 32 / 16;
 }
 
-inline int unsigned_offset(const LinearPlan& plan) {
-    return plan.dequant_mode == DENORMAL ? 32 : plan.bits == 8 ? 128 : 8;
+constexpr bool SIGNED_WEIGHTS = HWY_ARCH_ARM;
+
+inline int code_offset(const LinearPlan& plan) {
+    if (plan.bits == 8) return SIGNED_WEIGHTS ? 0 : 128;
+    return plan.dequant_mode == DENORMAL ? 32 : 8;
 }
 
 // dINT: twice the value plus the offset, one table per zero point. [16 zero points][16 codes]
@@ -41,12 +45,28 @@ inline const DoubledTables& doubled_tables() {
     return tables;
 }
 
-inline __m512i nibbles(const uint8_t* codes) {  // 32 bytes -> 64 codes in the order of `column_in_chunk`
-    const __m512i pairs = _mm512_setr_epi64(0, 1, 0, 1, 2, 3, 2, 3),
-                  shifts = _mm512_setr_epi64(
-                      0, 0, 0x0004000400040004, 0x0004000400040004, 0, 0, 0x0004000400040004, 0x0004000400040004);
-    const __m512i bytes = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)codes));
-    return _mm512_and_si512(_mm512_srlv_epi16(_mm512_permutexvar_epi64(pairs, bytes), shifts), _mm512_set1_epi8(15));
+HWY_INLINE U8x64 nibbles(const uint8_t* codes) {  // 32 bytes -> 64 codes in the order of `column_in_chunk`
+    const Tag<uint8_t> tag;
+    if constexpr (PARTS == 1) {
+        const Tag<uint64_t> pairs;
+        const Tag<uint16_t> words;
+        const hn::Half<Tag<uint8_t>> half;
+        alignas(64) static constexpr uint64_t order[8] = {0, 1, 0, 1, 2, 3, 2, 3};
+        alignas(64) static constexpr uint16_t shifts[32] = {0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4,
+                                                            0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4};
+        const auto bytes = hn::BitCast(pairs, hn::ZeroExtendVector(tag, hn::LoadU(half, codes)));
+        const auto spread = hn::BitCast(words, hn::TableLookupLanes(bytes, hn::SetTableIndices(pairs, order)));
+        const auto shifted = hn::BitCast(tag, hn::Shr(spread, hn::Load(words, shifts)));
+        return {{hn::And(shifted, hn::Set(tag, 15))}};
+    } else {
+        return for_parts<uint8_t>([=](auto p) {
+            const hn::Full128<uint8_t> block;
+            const auto bytes = hn::LoadU(block, codes + (p >= PARTS / 2 ? 16 : 0));
+            const auto low = hn::And(bytes, hn::Set(block, 15)), high = hn::ShiftRight<4>(bytes);
+            if constexpr (PARTS == 2) return hn::Combine(tag, high, low);
+            else return p % 2 ? high : low;
+        });
+    }
 }
 
 enum CodeLayout { BYTES, NIBBLES, DOUBLED };  // 8-bit codes, 4-bit codes, 4-bit dINT
@@ -55,29 +75,52 @@ inline CodeLayout code_layout_of(const LinearPlan& plan) {
     return plan.dequant_mode == DENORMAL ? DOUBLED : plan.bits == 4 ? NIBBLES : BYTES;
 }
 
-// Groups of the two halves of a chunk, advancing along a row.
-struct GroupCursor {
-    const LinearPlan& plan;
-    int64_t low = 0, high = 0;
-    void advance_to(int64_t k) {
-        while (low + 1 < plan.groups && (low + 1) * plan.group <= k) ++low;
-        high = low + 1 < plan.groups && (low + 1) * plan.group <= k + 32 ? low + 1 : low;
-    }
+// Groups of the two halves of a chunk.
+struct ChunkGroups {
+    int64_t low, high;
 };
 
-// Load a chunk of a row as unsigned bytes; `zero`: the zero points of the row (dINT).
+// Load a chunk of a row as bytes; `zero`: the zero points of the row (dINT).
 template <CodeLayout Layout>
-inline __m512i chunk_bytes(
-    const LinearPlan& plan, const uint8_t* codes, int64_t k, const uint8_t* zero, const GroupCursor& cursor) {
-    if constexpr (Layout == BYTES) return _mm512_loadu_si512(codes + k);
-    const __m512i codes_64 = nibbles(codes + k / 2);
+HWY_INLINE U8x64 chunk_bytes(
+    const LinearPlan& plan, const uint8_t* codes, int64_t k, const uint8_t* zero, const ChunkGroups& groups) {
+    if constexpr (Layout == BYTES) {
+        const U8x64 bytes = load(codes + k);
+        if (!SIGNED_WEIGHTS) return bytes;
+        return bytes - broadcast<uint8_t>(128);
+    }
+    const U8x64 codes_64 = nibbles(codes + k / 2);
     if constexpr (Layout == NIBBLES) return codes_64;
     const auto& tables = doubled_tables().bytes;
-    const int low = zero ? zero[cursor.low] & 15 : int(plan.center),
-              high = zero ? zero[cursor.high] & 15 : int(plan.center);
-    const __m512i lower = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)tables[low]));
-    const __m512i both = _mm512_mask_broadcast_i32x4(lower, 0xff00, _mm_load_si128((const __m128i*)tables[high]));
-    return _mm512_shuffle_epi8(both, codes_64);
+    const uint8_t *low = tables[zero ? zero[groups.low] & 15 : int(plan.center)],
+                  *high = tables[zero ? zero[groups.high] & 15 : int(plan.center)];
+    return for_parts<uint8_t>([&](auto p) {
+        const Tag<uint8_t> tag;
+        auto table = hn::LoadDup128(tag, p < (PARTS + 1) / 2 ? low : high);
+        if constexpr (PARTS == 1) table = hn::ConcatUpperLower(tag, hn::LoadDup128(tag, high), table);
+        return hn::TableLookupBytes(table, codes_64.part[p]);
+    });
+}
+
+using ByteRegister = hn::Vec<Tag<uint8_t>>;
+using IntRegister = hn::Vec<Tag<int32_t>>;
+
+// Add the products of weights and inputs to `sum`, four to a lane.
+template <CodeLayout Layout>
+HWY_INLINE IntRegister dot_bytes(ByteRegister weights, hn::Vec<Tag<int8_t>> x, IntRegister sum) {
+    const Tag<int32_t> tag;
+    const Tag<int16_t> words;
+#ifdef __AVX512VNNI__  // Highway requires other extensions for it, which Cascade Lake does not have
+    return IntRegister{_mm512_dpbusd_epi32(sum.raw, weights.raw, x.raw)};
+#endif
+    if constexpr (SIGNED_WEIGHTS) {
+        return hn::SumOfMulQuadAccumulate(tag, hn::BitCast(Tag<int8_t>(), weights), x, sum);
+    } else if constexpr (Layout == BYTES) {
+        return hn::SumOfMulQuadAccumulate(tag, weights, x, sum);
+    } else {  // weights below 64: products do not saturate in 16 bits
+        const auto pairs = hn::SatWidenMulPairwiseAdd(words, weights, x);
+        return hn::Add(sum, hn::WidenMulPairwiseAdd(tag, pairs, hn::Set(words, 1)));
+    }
 }
 
 inline const uint8_t* row_zero_points(const LinearPlan& plan, int64_t row) {
@@ -96,59 +139,102 @@ inline void int8_scales(const LinearPlan& plan, int64_t row, int64_t count, floa
 inline float quantize_inputs(const LinearPlan& plan, const void* x, int64_t token, int8_t* codes, int64_t padded) {
     float scale = plan.inputs == FIXED_SCALE ? *plan.x_scale : 0.0f;
     if (plan.inputs == PER_TOKEN_SCALE) {
-        const __m512 infinity = _mm512_set1_ps(INFINITY);
-        __m512 amax = _mm512_setzero_ps();
-        __mmask16 is_nan = 0;
-        for (int64_t k = 0; k < plan.columns; k += 16) {
-            const __m512 magnitude = _mm512_abs_ps(load_input_columns(plan, x, token, k));
-            is_nan |= _mm512_cmp_ps_mask(magnitude, magnitude, _CMP_UNORD_Q);
-            amax = _mm512_mask_max_ps(amax, _mm512_cmp_ps_mask(magnitude, infinity, _CMP_LT_OQ), amax, magnitude);
+        F32x16 amax = zero<float>(), nans = zero<float>();
+        for (int64_t k = 0; k < plan.columns; k += LANES) {
+            const F32x16 x_size = magnitude(load_input_columns(plan, x, token, k));
+            for (int p = 0; p < PARTS; ++p) {
+                const auto part = x_size.part[p];
+                nans.part[p] = hn::Add(nans.part[p], hn::IfThenElseZero(hn::IsNaN(part), part));
+                const auto finite = hn::Lt(part, hn::Inf(Tag<float>()));
+                amax.part[p] = hn::Max(amax.part[p], hn::IfThenElseZero(finite, part));
+            }
         }
-        scale = _mm512_reduce_max_ps(amax);
+        scale = reduce_max(amax);
         scale = scale == 0 ? 1.0f : std::fmin(std::fmax(scale * plan.clip_ratio / plan.amax_code, 0x1p-126f), 3.4e38f);
-        if (is_nan) scale = NAN;
+        if (std::isnan(reduce_add(nans))) scale = NAN;
     }
-    const __m512 step = _mm512_set1_ps(scale), low = _mm512_set1_ps(plan.qmin), high = _mm512_set1_ps(plan.qmax);
-    for (int64_t k = 0; k < padded; k += 16) {
-        __m512 steps = _mm512_div_ps(load_input_columns(plan, x, token, k), step);
-        steps = _mm512_roundscale_ps(steps, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-        steps = _mm512_max_ps(_mm512_min_ps(steps, high), low);  // NaN becomes `high`; it is carried by the scale
-        _mm_store_si128((__m128i*)(codes + k), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(steps)));
+    const F32x16 step = broadcast(scale), low = broadcast(plan.qmin), high = broadcast(plan.qmax);
+    for (int64_t k = 0; k < padded; k += LANES) {
+        F32x16 steps = round_to_even(load_input_columns(plan, x, token, k) / step);
+        steps = max(min(steps, high), low);  // the code of NaN does not matter: it is carried by the scale
+        store_bytes(bit_cast<uint32_t>(to_int(steps)), reinterpret_cast<uint8_t*>(codes + k));
     }
     return scale;
 }
 
+// Sums of products are exact in a segment of a row: a group, or a chunk of two groups.
+struct Segments {
+    const LinearPlan& plan;
+    bool halves;  // each half of a chunk has its own scale
+    int64_t padded, columns, count;
+
+    explicit Segments(const LinearPlan& p) : plan(p), halves(p.groups > 1 && p.group % CHUNK) {
+        padded = round_up(p.columns, CHUNK);
+        columns = halves ? CHUNK : p.groups > 1 ? p.group : padded;
+        count = (padded + columns - 1) / columns;
+    }
+    int64_t end(int64_t segment) const { return std::min((segment + 1) * columns, padded); }
+
+    // Groups of a segment, given those of the segment before.
+    ChunkGroups next_groups(int64_t segment, ChunkGroups groups) const {
+        if (!halves) return {segment, segment};
+        const int64_t k = segment * CHUNK;
+        while ((groups.low + 1) * plan.group <= k) ++groups.low;
+        const bool splits = groups.low + 1 < plan.groups && (groups.low + 1) * plan.group <= k + 32;
+        return {groups.low, groups.low + splits};
+    }
+
+    // Scales of the lanes in a segment of a row.
+    F32x16 steps(const float* scale, ChunkGroups groups) const {
+        return halves ? broadcast_halves(scale[groups.low], scale[groups.high]) : broadcast(scale[groups.low]);
+    }
+};
+
 struct Int8Inputs {
-    int8_t* codes;         // [tokens, padded] in chunk order
-    int32_t* offset_sums;  // [tokens, padded / 4]: -offset * sum of four codes, where sums start
+    int8_t* codes;         // [tokens / tile, padded / 64, tile, 64] in chunk order
+    int32_t* offset_sums;  // [tokens, segments, 16]: -offset * sum of codes in each lane, where sums start
     float* sums;           // [tokens, groups]
     float* scale;          // [tokens]
     int64_t padded, padded_groups;
+    int tile;  // tokens whose columns alternate
+
+    int8_t* at(int64_t token, int64_t k) const {
+        return codes + (token / tile * padded + k) * tile + token % tile * CHUNK;
+    }
 };
 
-inline Int8Inputs int8_inputs(const LinearPlan& plan, const void* x, int64_t tokens) {
+inline Int8Inputs int8_inputs(const LinearPlan& plan, const void* x, int64_t tokens, int tile = 1, int threads = 1) {
     static thread_local Scratch column_codes, codes, offset_sums, sums, scale;
-    const int64_t padded = round_up(plan.columns, CHUNK), groups = round_up(plan.groups, 16);
+    const Segments segments(plan);
+    const int64_t padded = segments.padded, groups = round_up(plan.groups, LANES);
     Int8Inputs in{
-        codes.get<int8_t>(tokens * padded),
-        offset_sums.get<int32_t>(tokens * padded / 4),
+        codes.get<int8_t>(round_up(tokens, tile) * padded),
+        offset_sums.get<int32_t>((tokens * segments.count + 1) * LANES),
         sums.get<float>(tokens * groups),
         scale.get<float>(tokens),
         padded,
-        groups};
-    int8_t* in_order = column_codes.get<int8_t>(padded);
+        groups,
+        tile};
+    int8_t* all_codes = column_codes.get<int8_t>(tokens * padded);
     alignas(64) uint8_t order[CHUNK];
     for (int p = 0; p < CHUNK; ++p) order[p] = uint8_t(column_in_chunk(plan.bits, p));
-    const __m512i offset = _mm512_set1_epi32(-unsigned_offset(plan)), ones = _mm512_set1_epi8(1);
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t token = 0; token < tokens; ++token) {
+        int8_t* in_order = all_codes + token * padded;
         in.scale[token] = quantize_inputs(plan, x, token, in_order, padded);
-        for (int64_t k = 0; k < padded; k += CHUNK) {
-            alignas(64) int8_t chunk[CHUNK];
-            for (int p = 0; p < CHUNK; ++p) chunk[p] = in_order[k + order[p]];
-            const __m512i ordered = _mm512_load_si512(chunk);
-            _mm512_store_si512(in.codes + token * padded + k, ordered);
-            const __m512i sums_of_four = _mm512_dpbusd_epi32(_mm512_setzero_si512(), ones, ordered);
-            _mm512_store_si512(in.offset_sums + (token * padded + k) / 4, _mm512_mullo_epi32(sums_of_four, offset));
+        for (int64_t segment = 0; segment < segments.count; ++segment) {
+            I32x16 sums_of_four = zero<int32_t>();
+            for (int64_t k = segment * segments.columns; k < segments.end(segment); k += CHUNK) {
+                alignas(64) int8_t chunk[CHUNK];
+                for (int p = 0; p < CHUNK; ++p) chunk[p] = in_order[k + order[p]];
+                const I8x64 ordered = load(chunk);
+                store(ordered, in.at(token, k));
+                sums_of_four = for_parts<int32_t>([&](auto p) {
+                    return dot_bytes<NIBBLES>(hn::Set(Tag<uint8_t>(), 1), ordered.part[p], sums_of_four.part[p]);
+                });
+            }
+            const I32x16 offset = broadcast<int32_t>(-code_offset(plan));
+            store(sums_of_four * offset, in.offset_sums + (token * segments.count + segment) * LANES);
         }
         for (int64_t g = 0; g < groups; ++g) {
             int32_t sum = 0;
@@ -159,40 +245,47 @@ inline Int8Inputs int8_inputs(const LinearPlan& plan, const void* x, int64_t tok
     return in;
 }
 
-// Multiply four rows with a token: sums [4].
+// Multiply four rows with the only token: sums [4].
 template <CodeLayout Layout>
 inline void int8_dot(
     const LinearPlan& plan, int64_t row, const uint8_t* const* codes, const float* scale, const float* shift,
-    const Int8Inputs& in, int64_t token, float* sums) {
-    const uint8_t* zero[4];
-    __m512 total[4];
-    for (int r = 0; r < 4; ++r) {
-        zero[r] = row_zero_points(plan, row + r < plan.rows ? row + r : plan.rows - 1);
-        total[r] = _mm512_setzero_ps();
+    const Int8Inputs& in, float* sums) {
+    const uint8_t* zeros[4];
+    F32x16 total[4];
+    unroll<4>([&](auto r) SMELT_INLINE {
+        zeros[r] = row_zero_points(plan, std::min(row + r, plan.rows - 1));
+        total[r] = zero<float>();
+    });
+    const Segments segments(plan);
+    constexpr int BITS = Layout == BYTES ? 8 : 4;
+    ChunkGroups groups = segments.next_groups(0, {});
+    I32x16 part[4];
+    unroll<4>([&](auto r) SMELT_INLINE { part[r] = load(in.offset_sums); });
+    for (int64_t k = 0, segment = 0, end = segments.end(0); k < segments.padded; k += CHUNK) {
+        const I8x64 x = load(in.codes + k);
+        unroll<4>([&](auto r) SMELT_INLINE {
+            prefetch_codes(codes[r], k * BITS / 8, (k + CHUNK) * BITS / 8);
+            const U8x64 weights = chunk_bytes<Layout>(plan, codes[r], k, zeros[r], groups);
+            part[r] = for_parts<int32_t>([&](auto p) {
+                return dot_bytes<Layout>(weights.part[p], x.part[p], part[r].part[p]);
+            });
+        });
+        if (k + CHUNK < end) continue;
+        unroll<4>([&](auto r) SMELT_INLINE {
+            total[r] = mul_add(to_float(part[r]), segments.steps(scale + r * plan.groups, groups), total[r]);
+            part[r] = load(in.offset_sums + (segment + 1) * LANES);  // the buffer has room beyond the last segment
+        });
+        end = segments.end(++segment), groups = segments.next_groups(segment, groups);
     }
-    const bool halves = plan.groups > 1 && plan.group % CHUNK;
-    GroupCursor cursor{plan};
-    for (int64_t k = 0; k < in.padded; k += CHUNK) {
-        const __m512i x = _mm512_load_si512(in.codes + token * in.padded + k);
-        const __m512i start = _mm512_load_si512(in.offset_sums + (token * in.padded + k) / 4);
-        cursor.advance_to(k);
-        for (int r = 0; r < 4; ++r) prefetch_codes(codes[r], k * plan.bits / 8, (k + CHUNK) * plan.bits / 8);
-        for (int r = 0; r < 4; ++r) {
-            const __m512i sum = _mm512_dpbusd_epi32(start, chunk_bytes<Layout>(plan, codes[r], k, zero[r], cursor), x);
-            __m512 step = _mm512_set1_ps(scale[r * plan.groups + cursor.low]);
-            if (halves) step = _mm512_mask_mov_ps(step, 0xff00, _mm512_set1_ps(scale[r * plan.groups + cursor.high]));
-            total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), step, total[r]);
-        }
-    }
-    for (int r = 0; plan.zero && r < 4; ++r)
-        total[r] =
-            _mm512_sub_ps(total[r], zero_point_term(plan, shift + r * plan.groups, in.sums + token * in.padded_groups));
-    _mm_store_ps(sums, sum_lanes(total[0], total[1], total[2], total[3]));
+    if (plan.zero)
+        unroll<4>([&](auto r) SMELT_INLINE { total[r] = total[r] - zero_point_term(plan, shift + r * plan.groups, in.sums); });
+    sum_lanes(total[0], total[1], total[2], total[3], sums);
 }
 
+// Multiply with one token.
 template <CodeLayout Layout>
-inline void int8_product(const LinearPlan& plan, const void* x, int64_t tokens, void* y, int threads) {
-    const Int8Inputs in = int8_inputs(plan, x, tokens);
+inline void int8_product(const LinearPlan& plan, const void* x, void* y, int threads) {
+    const Int8Inputs in = int8_inputs(plan, x, 1);
 #pragma omp parallel num_threads(threads)
     {
         const RowBuffers buffers = row_buffers(plan);
@@ -200,17 +293,13 @@ inline void int8_product(const LinearPlan& plan, const void* x, int64_t tokens, 
         for (int64_t row = 0; row < plan.rows; row += BLOCK) {
             const uint8_t* codes[BLOCK];
             row_pointers(plan, row, buffers, codes);
-            int8_scales(plan, row, plan.rows - row < BLOCK ? plan.rows - row : BLOCK, buffers.scale, buffers.shift);
-            for (int64_t token = 0; token < tokens; ++token) {
-                alignas(64) float sums[BLOCK];
-                for (int r = 0; r < BLOCK; r += 4)
-                    int8_dot<Layout>(
-                        plan, row + r, codes + r, buffers.scale + r * plan.groups, buffers.shift + r * plan.groups, in,
-                        token, sums + r);
-                const __m512 scale = _mm512_set1_ps(in.scale[token]);
-                store_block(plan, y, token, row, _mm512_mul_ps(_mm512_load_ps(sums), scale));
-            }
+            int8_scales(plan, row, std::min<int64_t>(plan.rows - row, BLOCK), buffers.scale, buffers.shift);
+            alignas(64) float sums[BLOCK];
+            for (int r = 0; r < BLOCK; r += 4)
+                int8_dot<Layout>(
+                    plan, row + r, codes + r, buffers.scale + r * plan.groups, buffers.shift + r * plan.groups, in,
+                    sums + r);
+            store_block(plan, y, 0, row, load(sums) * broadcast(in.scale[0]));
         }
     }
 }
-#endif

@@ -8,7 +8,6 @@
 
 #include "simd.h"
 
-#ifdef SMELT_LANES
 constexpr int32_t INT8_ROWS = 16, FP8_ROWS = 17, INT4_ROWS = 18;  // page types of quantized rows, besides DType
 constexpr int64_t MAX_HEAD_DIM = 256;                             // largest supported
 
@@ -31,7 +30,7 @@ inline float row_scale(const void* pages, const RowShape& s, int64_t row) {
     float scale;
     uint16_t half_scale;
     if (PageType != INT4_ROWS) return std::memcpy(&scale, word, 4), scale;
-    return std::memcpy(&half_scale, word, 2), _cvtsh_ss(half_scale);
+    return std::memcpy(&half_scale, word, 2), widen_half(half_scale);
 }
 
 template <int32_t PageType>
@@ -40,61 +39,58 @@ inline float row_zero(const void* pages, const RowShape& s, int64_t row) {
 }
 
 // E4M3 is a truncated float32, up to the exponent bias.
-inline __m512 e4m3_values(__m512i code) {
-    const __m512i sign = _mm512_slli_epi32(_mm512_and_si512(code, _mm512_set1_epi32(0x80)), 24),
-                  magnitude = _mm512_slli_epi32(_mm512_and_si512(code, _mm512_set1_epi32(0x7f)), 20);
-    return _mm512_mul_ps(_mm512_castsi512_ps(_mm512_or_si512(sign, magnitude)), _mm512_set1_ps(0x1p120f));
+inline F32x16 e4m3_values(U32x16 code) {
+    const U32x16 sign = shift_left<24>(code & broadcast<uint32_t>(0x80)),
+                 magnitude = shift_left<20>(code & broadcast<uint32_t>(0x7f));
+    return bit_cast<float>(sign | magnitude) * broadcast(0x1p120f);
 }
 
-inline __m512i e4m3_codes(__m512 values) {  // of magnitude up to 448; ties to even
-    const __m512i bits = _mm512_castps_si512(_mm512_mul_ps(values, _mm512_set1_ps(0x1p-120f))),
-                  magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)),
-                  odd = _mm512_and_si512(_mm512_srli_epi32(magnitude, 20), _mm512_set1_epi32(1)),
-                  nearest = _mm512_srli_epi32(
-                      _mm512_add_epi32(magnitude, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7ffff))), 20),
-                  sign = _mm512_and_si512(_mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80));
-    return _mm512_or_si512(sign, _mm512_min_epi32(nearest, _mm512_set1_epi32(0x7e)));
+inline U32x16 e4m3_codes(F32x16 values) {  // of magnitude up to 448; ties to even
+    const U32x16 bits = bit_cast<uint32_t>(values * broadcast(0x1p-120f)),
+                 magnitude = bits & broadcast<uint32_t>(0x7fffffff),
+                 odd = shift_right<20>(magnitude) & broadcast<uint32_t>(1),
+                 nearest = shift_right<20>(magnitude + odd + broadcast<uint32_t>(0x7ffff)),
+                 sign = shift_right<24>(bits) & broadcast<uint32_t>(0x80);
+    return sign | min(nearest, broadcast<uint32_t>(0x7e));
 }
 
-// Load 16 values of a row from the k-th on; of quantized rows, codes minus the zero point.
+// Load 16 values of a row from the k-th on, `lanes` of them in memory; of quantized rows, codes minus the zero point.
 template <int32_t PageType>
-inline __m512 load_row(const void* pages, const RowShape& s, int64_t row, int64_t k, __mmask16 valid, float zero) {
-    if (!is_packed<PageType>()) return load_floats(pages, DType(PageType), row * s.head_dim + k, valid);
-    const uint8_t* codes = row_bytes_at(pages, s, row);
-    if (PageType != INT4_ROWS) {
-        const __m128i bytes = _mm_maskz_loadu_epi8(valid, codes + k);
-        return PageType == INT8_ROWS ? _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))
-                                     : e4m3_values(_mm512_cvtepu8_epi32(bytes));
+HWY_INLINE F32x16 load_row(const void* pages, const RowShape& s, int64_t row, int64_t k, int64_t lanes, float zero) {
+    if (!is_packed<PageType>()) return load_floats(pages, DType(PageType), row * s.head_dim + k, lanes);
+    const uint8_t* codes = row_bytes_at(pages, s, row) + (PageType == INT4_ROWS && k >= s.half_dim ? k - s.half_dim : k);
+    if (PageType == INT8_ROWS) {
+        const auto* signed_codes = reinterpret_cast<const int8_t*>(codes);
+        return to_float(read_padded(signed_codes, lanes, [](const int8_t* x) { return widen(x); }));
     }
-    const __m512i bytes =
-                      _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(valid, codes + (k < s.half_dim ? k : k - s.half_dim))),
-                  code = k < s.half_dim ? _mm512_and_si512(bytes, _mm512_set1_epi32(15)) : _mm512_srli_epi32(bytes, 4);
-    return _mm512_sub_ps(_mm512_cvtepi32_ps(code), _mm512_set1_ps(zero));
+    const U32x16 bytes = read_padded(codes, lanes, [](const uint8_t* x) { return widen(x); });
+    if (PageType == FP8_ROWS) return e4m3_values(bytes);
+    const U32x16 code = k < s.half_dim ? bytes & broadcast<uint32_t>(15) : shift_right<4>(bytes);
+    return to_float(bit_cast<int32_t>(code)) - broadcast(zero);
 }
 
 inline void min_max(const float* x, int64_t head_dim, float& high, float& low) {
-    __m512 high_lanes = _mm512_setzero_ps(), low_lanes = _mm512_setzero_ps();  // the range includes zero
-    for (int64_t k = 0; k < head_dim; k += 16) {
-        const __m512 values = _mm512_maskz_loadu_ps(first_lanes(head_dim - k), x + k);
-        high_lanes = _mm512_max_ps(high_lanes, values), low_lanes = _mm512_min_ps(low_lanes, values);
-    }
-    high = _mm512_reduce_max_ps(high_lanes), low = _mm512_reduce_min_ps(low_lanes);
+    F32x16 high_lanes = zero<float>(), low_lanes = zero<float>();  // the range includes zero
+    for_blocks(head_dim, [&](int64_t k, int64_t lanes) SMELT_INLINE {
+        const F32x16 values = load_first(x + k, lanes);
+        high_lanes = max(high_lanes, values), low_lanes = min(low_lanes, values);
+    });
+    high = reduce_max(high_lanes), low = reduce_min(low_lanes);
 }
 
 inline void quantize_int4(const float* x, const RowShape& s, float high, float low, uint8_t* out) {
-    const uint16_t half_scale = _cvtss_sh(std::max((high - low) / 15, 1e-7f), _MM_FROUND_TO_NEAREST_INT);
-    const float scale = _cvtsh_ss(half_scale), zero = std::min(std::max(std::nearbyint(-low / scale), 0.0f), 15.0f);
+    const uint16_t half_scale = float_to_half(std::max((high - low) / 15, 1e-7f));
+    const float scale = widen_half(half_scale),
+                zero_point = std::min(std::max(std::nearbyint(-low / scale), 0.0f), 15.0f);
     alignas(64) uint8_t codes[2 * MAX_HEAD_DIM] = {};
-    for (int64_t k = 0; k < s.head_dim; k += 16) {
-        const __mmask16 valid = first_lanes(s.head_dim - k);
-        const __m512 steps = _mm512_roundscale_ps(
-            _mm512_div_ps(_mm512_maskz_loadu_ps(valid, x + k), _mm512_set1_ps(scale)), _MM_FROUND_TO_NEAREST_INT);
-        const __m512 code = _mm512_min_ps(
-            _mm512_max_ps(_mm512_add_ps(steps, _mm512_set1_ps(zero)), _mm512_setzero_ps()), _mm512_set1_ps(15.0f));
-        _mm512_mask_cvtepi32_storeu_epi8(codes + k, valid, _mm512_cvtps_epi32(code));
-    }
+    for_blocks(s.head_dim, [&](int64_t k, int64_t lanes) SMELT_INLINE {
+        const F32x16 steps = round_to_even(load_first(x + k, lanes) / broadcast(scale));
+        const F32x16 code = min(max(steps + broadcast(zero_point), zero<float>()), broadcast(15.0f));
+        const U32x16 bytes = bit_cast<uint32_t>(to_int(code));
+        write_first(codes + k, lanes, [&](uint8_t* y) { store_bytes(bytes, y); });
+    });
     for (int64_t k = 0; k < s.half_dim; ++k) out[k] = codes[k] | codes[k + s.half_dim] << 4;
-    const uint16_t word[2] = {half_scale, uint16_t(zero)};
+    const uint16_t word[2] = {half_scale, uint16_t(zero_point)};
     std::memcpy(out + s.bytes - 4, word, 4);
 }
 
@@ -105,12 +101,10 @@ inline void quantize_row(int32_t page_type, const float* x, const RowShape& s, v
     min_max(x, s.head_dim, high, low);
     if (page_type == INT4_ROWS) return quantize_int4(x, s, high, low, out);
     const float scale = std::max(std::max(high, -low) / (page_type == INT8_ROWS ? 127.0f : 448.0f), 1e-30f);
-    for (int64_t k = 0; k < s.head_dim; k += 16) {
-        const __mmask16 valid = first_lanes(s.head_dim - k);
-        const __m512 steps = _mm512_div_ps(_mm512_maskz_loadu_ps(valid, x + k), _mm512_set1_ps(scale));
-        _mm512_mask_cvtepi32_storeu_epi8(
-            out + k, valid, page_type == INT8_ROWS ? _mm512_cvtps_epi32(steps) : e4m3_codes(steps));
-    }
+    for_blocks(s.head_dim, [&](int64_t k, int64_t lanes) SMELT_INLINE {
+        const F32x16 steps = load_first(x + k, lanes) / broadcast(scale);
+        const U32x16 bytes = page_type == INT8_ROWS ? bit_cast<uint32_t>(to_int(steps)) : e4m3_codes(steps);
+        write_first(out + k, lanes, [&](uint8_t* y) { store_bytes(bytes, y); });
+    });
     std::memcpy(out + s.bytes - 4, &scale, 4);
 }
-#endif

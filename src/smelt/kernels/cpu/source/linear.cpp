@@ -1,29 +1,23 @@
-// Products with packed matrices on x86: x [tokens, columns] -> y [tokens, rows], both in the dtype of the plan.
-// Compiled for the machine it runs on; paths that the CPU does not support fall back to the reference.
+// Products with packed matrices: x [tokens, columns] -> y [tokens, rows], both in the dtype of the plan. Compiled for
+// the machine it runs on; formats without vectorized code fall back to the reference.
 #include "amx_tiles.h"
+#include "int8_gemm.h"
 
 namespace {
 
-#ifdef SMELT_LANES
-void gemv_tokens(const LinearPlan& plan, const void* x, int64_t tokens, void* y, int threads) {
-    switch (plan.bits) {
-        case 2: return row_product<2>(plan, x, tokens, y, threads);
-        case 3: return row_product<3>(plan, x, tokens, y, threads);
-        case 4: return row_product<4>(plan, x, tokens, y, threads);
-        default: return row_product<8>(plan, x, tokens, y, threads);
-    }
+template <CodeLayout Layout>
+void int8_tokens(const LinearPlan& plan, const void* x, int64_t tokens, void* y, int threads) {
+    if (tokens == 1) int8_product<Layout>(plan, x, y, threads);
+    else int8_gemm<Layout>(plan, x, tokens, y, threads);
 }
-#endif
 
-#ifdef SMELT_INT8
-void int8_gemv_tokens(const LinearPlan& plan, const void* x, int64_t tokens, void* y, int threads) {
+void int8_tokens(const LinearPlan& plan, const void* x, int64_t tokens, void* y, int threads) {
     switch (code_layout_of(plan)) {
-        case BYTES: return int8_product<BYTES>(plan, x, tokens, y, threads);
-        case NIBBLES: return int8_product<NIBBLES>(plan, x, tokens, y, threads);
-        case DOUBLED: return int8_product<DOUBLED>(plan, x, tokens, y, threads);
+        case BYTES: return int8_tokens<BYTES>(plan, x, tokens, y, threads);
+        case NIBBLES: return int8_tokens<NIBBLES>(plan, x, tokens, y, threads);
+        case DOUBLED: return int8_tokens<DOUBLED>(plan, x, tokens, y, threads);
     }
 }
-#endif
 
 #ifdef SMELT_TILES
 constexpr int64_t MIN_SCALED_TOKENS = 24;  // from here on, scaling weights is cheaper than scaling products
@@ -70,11 +64,12 @@ int64_t smelt_plan_size() {
 
 // Whether inputs can be quantized and multiplied in integers.
 int smelt_has_int8(const LinearPlan* plan) {
-#ifdef SMELT_INT8
     return has_int8(*plan);
-#else
-    return (void)plan, 0;
-#endif
+}
+
+// Whether there is vectorized code for the format; otherwise rows are dequantized one at a time.
+int smelt_is_vectorized(const LinearPlan* plan) {
+    return plan->inputs != FLOAT_INPUTS ? has_int8(*plan) : has_lanes(*plan);
 }
 
 // Whether there is a fast GEMM; otherwise dequantize the matrix for a dense product.
@@ -101,24 +96,18 @@ void smelt_linear(
         return int8_amx_tokens<false>(*plan, x, tokens, y, threads);
     }
 #endif
-#ifdef SMELT_INT8
-    if (quantized_inputs) return int8_gemv_tokens(*plan, x, tokens, y, threads);
-#endif
-#ifdef SMELT_LANES
-    if (has_lanes(*plan)) return gemv_tokens(*plan, x, tokens, y, threads);
-#endif
-    reference_tokens(*plan, x, tokens, y, threads);
+    if (quantized_inputs) return int8_tokens(*plan, x, tokens, y, threads);
+    if (!has_lanes(*plan)) return reference_tokens(*plan, x, tokens, y, threads);
+    with_decoder(*plan, [&](const auto& decoder) { row_product(*plan, decoder, x, tokens, y, threads); });
 }
 
 void smelt_dequantize(const LinearPlan* plan, int64_t first, int64_t last, void* out, int threads) {
-#ifdef SMELT_LANES
-    if (has_lanes(*plan)) switch (plan->bits) {
-            case 2: return dequantize_lanes<2>(*plan, first, last, out, threads);
-            case 3: return dequantize_lanes<3>(*plan, first, last, out, threads);
-            case 4: return dequantize_lanes<4>(*plan, first, last, out, threads);
-            default: return dequantize_lanes<8>(*plan, first, last, out, threads);
-        }
-#endif
-    dequantize_rows(*plan, first, last, out, threads);
+    if (!has_lanes(*plan)) return dequantize_rows(*plan, first, last, out, threads);
+    with_decoder(*plan, [&](const auto& decoder) { dequantize_lanes(*plan, decoder, first, last, out, threads); });
+}
+
+// The instruction set that the library was compiled for, as Highway names it, such as AVX2 or NEON.
+const char* smelt_simd_target() {
+    return hwy::TargetName(HWY_TARGET);
 }
 }

@@ -7,7 +7,6 @@
 extern "C" void smelt_linear(
     const LinearPlan* plan, const void* x, void* y, int64_t tokens, int64_t max_gemv_tokens, int threads);
 
-#ifdef SMELT_LANES
 namespace {
 
 enum OpType : int32_t {
@@ -49,28 +48,25 @@ int threads_for(const Step& step, int64_t work) {
 
 // y = x / sqrt(mean(x^2) + epsilon) * weight
 void norm_row(const Operation& op, const float* x, void* y, int64_t offset) {
-    __m512 squares = _mm512_setzero_ps();
-    for (int64_t k = 0; k < op.width; k += 16) {
-        const __m512 values = _mm512_maskz_loadu_ps(first_lanes(op.width - k), x + k);
-        squares = _mm512_fmadd_ps(values, values, squares);
-    }
-    const __m512 inv_rms = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / op.width + op.epsilon));
-    for (int64_t k = 0; k < op.width; k += 16) {
-        const __mmask16 valid = first_lanes(op.width - k);
-        const __m512 values = _mm512_mul_ps(_mm512_maskz_loadu_ps(valid, x + k), inv_rms);
-        const __m512 weight = load_floats(op.weight, op.weight_type, k, valid);
-        store_floats(y, op.dtype, offset + k, _mm512_mul_ps(values, weight), valid);
-    }
+    F32x16 squares = zero<float>();
+    for_blocks(op.width, [&](int64_t k, int64_t lanes) SMELT_INLINE {
+        const F32x16 values = load_first(x + k, lanes);
+        squares = mul_add(values, values, squares);
+    });
+    const F32x16 inv_rms = broadcast(1.0f / std::sqrt(reduce_add(squares) / op.width + op.epsilon));
+    for_blocks(op.width, [&](int64_t k, int64_t lanes) SMELT_INLINE {
+        const F32x16 weight = load_floats(op.weight, op.weight_type, k, lanes);
+        store_floats(y, op.dtype, offset + k, load_first(x + k, lanes) * inv_rms * weight, lanes);
+    });
 }
 
 void embed(const Operation& op, const Step& step) {
     float* y = static_cast<float*>(op.y);
     for (int64_t token = 0; token < step.tokens; ++token)
-        for (int64_t k = 0; k < op.width; k += 16) {
-            const __mmask16 valid = first_lanes(op.width - k);
-            const __m512 values = load_floats(op.weight, op.weight_type, step.ids[token] * op.width + k, valid);
-            _mm512_mask_storeu_ps(y + token * op.width + k, valid, values);
-        }
+        for_blocks(op.width, [&](int64_t k, int64_t lanes) SMELT_INLINE {
+            const F32x16 values = load_floats(op.weight, op.weight_type, step.ids[token] * op.width + k, lanes);
+            store_first(values, y + token * op.width + k, lanes);
+        });
 }
 
 // Add the output of a layer to the hidden states, then y = norm(hidden).
@@ -80,11 +76,10 @@ void add_rms_norm(const Operation& op, const Step& step, int64_t tokens) {
     for (int64_t token = 0; token < tokens; ++token) {
         float* row = hidden + token * op.width;
         if (op.other)
-            for (int64_t k = 0; k < op.width; k += 16) {
-                const __mmask16 valid = first_lanes(op.width - k);
-                const __m512 residual = load_floats(op.other, op.dtype, token * op.width + k, valid);
-                _mm512_mask_storeu_ps(row + k, valid, _mm512_add_ps(_mm512_maskz_loadu_ps(valid, row + k), residual));
-            }
+            for_blocks(op.width, [&](int64_t k, int64_t lanes) SMELT_INLINE {
+                const F32x16 residual = load_floats(op.other, op.dtype, token * op.width + k, lanes);
+                store_first(load_first(row + k, lanes) + residual, row + k, lanes);
+            });
         if (op.y) norm_row(op, row, op.y, token * op.width);
     }
 }
@@ -95,8 +90,8 @@ void qk_norm(const Operation& op, const Step& step) {
     for (int64_t item = 0; item < step.tokens * op.count; ++item) {
         alignas(64) float values[MAX_HEAD_DIM];
         const int64_t offset = item / op.count * op.x_stride + item % op.count * op.width;
-        for (int64_t k = 0; k < op.width; k += 16)
-            _mm512_storeu_ps(values + k, load_floats(op.x, op.dtype, offset + k, first_lanes(op.width - k)));
+        for (int64_t k = 0; k < op.width; k += LANES)
+            store(load_floats(op.x, op.dtype, offset + k, op.width - k), values + k);
         norm_row(op, values, op.y, offset);
     }
 }
@@ -110,31 +105,26 @@ void apply_rope(const Operation& op, const Step& step) {
         const int64_t token = item / op.count, offset = token * op.x_stride + item % op.count * op.width;
         const float *cosine = cosines + step.positions[token] * op.width,
                     *sine = sines + step.positions[token] * op.width;
-        for (int64_t k = 0; k < half; k += 16) {
-            const __mmask16 valid = first_lanes(half - k);
-            const __m512 low = load_floats(op.x, op.dtype, offset + k, valid),
-                         high = load_floats(op.x, op.dtype, offset + half + k, valid);
-            const __m512 new_low = _mm512_sub_ps(
-                _mm512_mul_ps(low, _mm512_maskz_loadu_ps(valid, cosine + k)),
-                _mm512_mul_ps(high, _mm512_maskz_loadu_ps(valid, sine + k)));
-            const __m512 new_high = _mm512_add_ps(
-                _mm512_mul_ps(high, _mm512_maskz_loadu_ps(valid, cosine + half + k)),
-                _mm512_mul_ps(low, _mm512_maskz_loadu_ps(valid, sine + half + k)));
-            store_floats(op.y, op.dtype, offset + k, new_low, valid);
-            store_floats(op.y, op.dtype, offset + half + k, new_high, valid);
-        }
+        for_blocks(half, [&](int64_t k, int64_t lanes) SMELT_INLINE {
+            const F32x16 low = load_floats(op.x, op.dtype, offset + k, lanes),
+                         high = load_floats(op.x, op.dtype, offset + half + k, lanes);
+            const F32x16 new_low = low * load_first(cosine + k, lanes) - high * load_first(sine + k, lanes);
+            const F32x16 new_high =
+                high * load_first(cosine + half + k, lanes) + low * load_first(sine + half + k, lanes);
+            store_floats(op.y, op.dtype, offset + k, new_low, lanes);
+            store_floats(op.y, op.dtype, offset + half + k, new_high, lanes);
+        });
     }
 }
 
 // Store one head of a token in its row.
 void store_kv_row(const Operation& op, const Attention& a, int64_t token, int64_t head, int64_t row) {
     alignas(64) float values[MAX_HEAD_DIM];
-    for (int64_t k = 0; k < a.head_dim; k += 16) {
-        const __mmask16 valid = first_lanes(a.head_dim - k);
-        const __m512 lanes = load_floats(op.x, op.dtype, token * op.x_stride + head * a.head_dim + k, valid);
-        if (a.page_type < INT8_ROWS) store_floats(op.y, op.weight_type, row * a.head_dim + k, lanes, valid);
-        _mm512_store_ps(values + k, lanes);
-    }
+    for_blocks(a.head_dim, [&](int64_t k, int64_t lanes) SMELT_INLINE {
+        const F32x16 block = load_floats(op.x, op.dtype, token * op.x_stride + head * a.head_dim + k, lanes);
+        if (a.page_type < INT8_ROWS) store_floats(op.y, op.weight_type, row * a.head_dim + k, block, lanes);
+        store(block, values + k);
+    });
     if (a.page_type >= INT8_ROWS) quantize_row(a.page_type, values, a.rows(), op.y, row);
 }
 
@@ -169,18 +159,16 @@ void hadamard(const Operation& op, const Step& step) {
     for (int64_t item = 0; item < step.tokens * op.count; ++item) {
         alignas(64) float x[MAX_HEAD_DIM];
         const int64_t offset = item / op.count * op.x_stride + item % op.count * op.width;
-        for (int64_t k = 0; k < op.width; k += 16)
-            _mm512_store_ps(x + k, load_floats(op.x, op.dtype, offset + k, first_lanes(op.width - k)));
+        for (int64_t k = 0; k < op.width; k += LANES)
+            store(load_floats(op.x, op.dtype, offset + k, op.width - k), x + k);
         for (int64_t distance = 1; distance < op.width; distance *= 2)
             for (int64_t first = 0; first < op.width; first += 2 * distance)
                 for (int64_t k = first; k < first + distance; ++k) {
                     const float sum = x[k] + x[k + distance], difference = x[k] - x[k + distance];
                     x[k] = sum, x[k + distance] = difference;
                 }
-        for (int64_t k = 0; k < op.width; k += 16)
-            store_floats(
-                op.y, op.dtype, offset + k, _mm512_mul_ps(_mm512_load_ps(x + k), _mm512_set1_ps(norm)),
-                first_lanes(op.width - k));
+        for (int64_t k = 0; k < op.width; k += LANES)
+            store_floats(op.y, op.dtype, offset + k, load(x + k) * broadcast(norm), op.width - k);
     }
 }
 
@@ -188,14 +176,12 @@ void hadamard(const Operation& op, const Step& step) {
 void silu_and_mul(const Operation& op, const Step& step) {
 #pragma omp parallel for num_threads(threads_for(step, 4 * step.tokens * op.width)) schedule(static)
     for (int64_t token = 0; token < step.tokens; ++token)
-        for (int64_t k = 0; k < op.width; k += 16) {
-            const __mmask16 valid = first_lanes(op.width - k);
-            const __m512 x = load_floats(op.x, op.dtype, token * op.x_stride + k, valid),
-                         up = load_floats(op.other, op.dtype, token * op.x_stride + k, valid);
-            const __m512 one = _mm512_set1_ps(1.0f),
-                         denominator = _mm512_add_ps(one, exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), x)));
-            store_floats(op.y, op.dtype, token * op.width + k, _mm512_mul_ps(_mm512_div_ps(x, denominator), up), valid);
-        }
+        for_blocks(op.width, [&](int64_t k, int64_t lanes) SMELT_INLINE {
+            const F32x16 x = load_floats(op.x, op.dtype, token * op.x_stride + k, lanes),
+                         up = load_floats(op.other, op.dtype, token * op.x_stride + k, lanes);
+            const F32x16 denominator = broadcast(1.0f) + exp(zero<float>() - x);
+            store_floats(op.y, op.dtype, token * op.width + k, x / denominator * up, lanes);
+        });
 }
 
 // Gather the hidden states of the tokens that need logits.
@@ -242,30 +228,21 @@ void run(const Operation& op, const Step& step) {
 }
 
 }  // namespace
-#endif
 
 extern "C" {
 
-// Sizes of the structures, so that callers can check their layout; 0: not supported on this machine.
+// Sizes of the structures, so that callers can check their layout.
 int64_t smelt_program_sizes(int which) {
-#ifdef SMELT_LANES
     const int64_t sizes[] = {sizeof(Operation), sizeof(Step), sizeof(DenseMatrix), sizeof(Attention)};
     return sizes[which];
-#else
-    return (void)which, 0;
-#endif
 }
 
 void smelt_run(const void* operations, int64_t count, const void* step) {
-#ifdef SMELT_LANES
     const Operation* list = static_cast<const Operation*>(operations);
     for (int64_t index = 0; index < count; ++index) run(list[index], *static_cast<const Step*>(step));
-#endif
 }
 
 void smelt_attend(const void* attention, const void* pages, int threads) {
-#ifdef SMELT_LANES
     attend(*static_cast<const Attention*>(attention), *static_cast<const AttentionMetadata*>(pages), threads);
-#endif
 }
 }

@@ -1,50 +1,127 @@
-// AVX-512 helpers: load and store 16 values of any dtype as float32, the exponential function, sums.
+// Load and store 16 values of any dtype as float32; the exponential function.
 #pragma once
 
 #include <initializer_list>
 
-#include "lanes.h"
+#include "plan.h"
+#include "vectors.h"
 
-#ifdef SMELT_LANES
-inline __mmask16 first_lanes(int64_t count) {
-    return __mmask16(count >= 16 ? 0xffff : (1u << count) - 1);
+// Call step(k, lanes) for blocks of 16 of `count` values; `lanes` is less than 16 for the last.
+template <class Step>
+HWY_INLINE void for_blocks(int64_t count, Step step) {
+    int64_t k = 0;
+    for (; k + LANES <= count; k += LANES) step(k, int64_t(LANES));
+    if (k < count) step(k, count - k);
 }
 
-inline __m512 load_floats(const void* data, DType type, int64_t index, __mmask16 valid = 0xffff) {
-    if (type == FLOAT32) return _mm512_maskz_loadu_ps(valid, static_cast<const float*>(data) + index);
-    const __m256i narrow = _mm256_maskz_loadu_epi16(valid, static_cast<const uint16_t*>(data) + index);
-    if (type == FLOAT16) return _mm512_cvtph_ps(narrow);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+// Pass `read` 16 values of which `lanes` are in memory, the others 0.
+template <class T, class Read>
+HWY_INLINE auto read_padded(const T* values, int64_t lanes, Read read) {
+    if (HWY_LIKELY(lanes >= LANES)) return read(values);
+    T padded[LANES] = {};
+    for (int64_t lane = 0; lane < lanes; ++lane) padded[lane] = values[lane];
+    return read(padded);
 }
 
-inline void store_floats(void* data, DType type, int64_t index, __m512 values, __mmask16 valid = 0xffff) {
-    if (type == FLOAT32) return _mm512_mask_storeu_ps(static_cast<float*>(data) + index, valid, values);
-    uint16_t* target = static_cast<uint16_t*>(data) + index;
-    if (type == FLOAT16) {
-        const __m256i narrow = _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-        return _mm256_mask_storeu_epi16(target, valid, narrow);
+// Have `write` write 16 values and keep the first `lanes`.
+template <class T, class Write>
+HWY_INLINE void write_first(T* values, int64_t lanes, Write write) {
+    if (HWY_LIKELY(lanes >= LANES)) return write(values);
+    T all[LANES];
+    write(all);
+    for (int64_t lane = 0; lane < lanes; ++lane) values[lane] = all[lane];
+}
+
+HWY_INLINE F32x16 load_halves(const uint16_t* values) {
+    const hn::Rebind<hwy::float16_t, Tag<float>> narrow;
+    return for_parts<float>([=](auto p) {
+        const auto* halves = reinterpret_cast<const hwy::float16_t*>(values + p * PART_LANES);
+        return hn::PromoteTo(Tag<float>(), hn::LoadU(narrow, halves));
+    });
+}
+HWY_INLINE void store_halves(F32x16 v, uint16_t* values) {
+    const hn::Rebind<hwy::float16_t, Tag<float>> narrow;
+    for (int p = 0; p < PARTS; ++p)
+        hn::StoreU(
+            hn::DemoteTo(narrow, v.part[p]), narrow, reinterpret_cast<hwy::float16_t*>(values + p * PART_LANES));
+}
+
+HWY_INLINE F32x16 load_bfloats(const uint16_t* values) {
+    return for_parts<float>([=](auto p) {
+        const auto wide =
+            hn::PromoteTo(Tag<uint32_t>(), hn::LoadU(hn::Rebind<uint16_t, Tag<uint32_t>>(), values + p * PART_LANES));
+        return hn::BitCast(Tag<float>(), hn::ShiftLeft<16>(wide));
+    });
+}
+HWY_INLINE void store_bfloats(F32x16 v, uint16_t* values) {
+    const U32x16 bits = bit_cast<uint32_t>(v), odd = shift_right<16>(bits) & broadcast<uint32_t>(1),
+                 nearest = bits + odd + broadcast<uint32_t>(0x7fff),  // ties to even
+        quiet = bits | broadcast<uint32_t>(0x400000);
+    const hn::Rebind<uint16_t, Tag<uint32_t>> narrow;
+    for (int p = 0; p < PARTS; ++p) {
+        const auto is_nan = hn::RebindMask(Tag<uint32_t>(), hn::IsNaN(v.part[p]));
+        const auto rounded = hn::IfThenElse(is_nan, quiet.part[p], nearest.part[p]);
+        hn::StoreU(hn::TruncateTo(narrow, hn::ShiftRight<16>(rounded)), narrow, values + p * PART_LANES);
     }
-    const __m512i bits = _mm512_castps_si512(values),
-                  odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i nearest = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));  // ties to even
-    const __mmask16 is_nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
-    nearest = _mm512_mask_or_epi32(nearest, is_nan, bits, _mm512_set1_epi32(0x400000));
-    _mm512_mask_cvtepi32_storeu_epi16(target, valid, _mm512_srli_epi32(nearest, 16));
+}
+
+HWY_INLINE F32x16 load_first(const float* values, int64_t lanes) {
+    if (HWY_LIKELY(lanes >= LANES)) return load(values);
+    return for_parts<float>([=](auto p) {
+        const int64_t rest = lanes - p * PART_LANES;
+        return hn::LoadN(Tag<float>(), values + p * PART_LANES, rest > 0 ? size_t(rest) : 0);
+    });
+}
+HWY_INLINE void store_first(F32x16 v, float* values, int64_t lanes) {
+    write_first(values, lanes, [&](float* x) { store(v, x); });
+}
+
+HWY_INLINE F32x16 load_floats(const void* data, DType type, int64_t index, int64_t lanes = LANES) {
+    if (type == FLOAT32) return load_first(static_cast<const float*>(data) + index, lanes);
+    const uint16_t* values = static_cast<const uint16_t*>(data) + index;
+    if (type == FLOAT16) return read_padded(values, lanes, [](const uint16_t* x) { return load_halves(x); });
+    return read_padded(values, lanes, [](const uint16_t* x) { return load_bfloats(x); });
+}
+
+HWY_INLINE void store_floats(void* data, DType type, int64_t index, F32x16 v, int64_t lanes = LANES) {
+    if (type == FLOAT32) return store_first(v, static_cast<float*>(data) + index, lanes);
+    uint16_t* values = static_cast<uint16_t*>(data) + index;
+    if (type == FLOAT16) return write_first(values, lanes, [&](uint16_t* x) { store_halves(v, x); });
+    write_first(values, lanes, [&](uint16_t* x) { store_bfloats(v, x); });
 }
 
 // e^x to about one ulp; 0 below -87, infinity above 88.
-inline __m512 exp_ps(__m512 x) {
-    const __mmask16 tiny = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
-    const __mmask16 huge = _mm512_cmp_ps_mask(x, _mm512_set1_ps(88.0f), _CMP_GT_OQ);
-    x = _mm512_min_ps(x, _mm512_set1_ps(88.0f));
-    const __m512 exponent = _mm512_roundscale_ps(
-        _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m512 r = _mm512_fnmadd_ps(exponent, _mm512_set1_ps(0.693359375f), x);  // ln 2 in two parts
-    r = _mm512_fnmadd_ps(exponent, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 sum = _mm512_set1_ps(1.0f / 5040);  // Taylor series, for |r| <= 0.35
-    for (const float coefficient : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
-        sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(coefficient));
-    const __m512 result = _mm512_mask_mov_ps(_mm512_scalef_ps(sum, exponent), tiny, _mm512_setzero_ps());
-    return _mm512_mask_mov_ps(result, huge, _mm512_set1_ps(INFINITY));
+HWY_INLINE F32x16 exp(F32x16 x) {
+    return for_parts<float>([&](auto p) {
+        const Tag<float> tag;
+        const auto v = hn::Min(x.part[p], hn::Set(tag, 88.0f));
+        const auto exponent = hn::Round(hn::Mul(v, hn::Set(tag, 1.44269504f)));
+        auto r = hn::NegMulAdd(exponent, hn::Set(tag, 0.693359375f), v);  // ln 2 in two parts
+        r = hn::NegMulAdd(exponent, hn::Set(tag, -2.12194440e-4f), r);
+        auto sum = hn::Set(tag, 1.0f / 5040);  // Taylor series, for |r| <= 0.35
+        for (const float coefficient : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+            sum = hn::MulAdd(sum, r, hn::Set(tag, coefficient));
+        if constexpr (SMELT_AVX512) {
+            sum = hn::MulByFloorPow2(sum, exponent);  // one instruction
+        } else {
+            const auto biased = hn::Add(hn::NearestInt(exponent), hn::Set(Tag<int32_t>(), 127));
+            sum = hn::Mul(sum, hn::BitCast(tag, hn::ShiftLeft<23>(biased)));
+        }
+        const auto result = hn::IfThenZeroElse(hn::Lt(x.part[p], hn::Set(tag, -87.0f)), sum);
+        return hn::IfThenElse(hn::Gt(x.part[p], hn::Set(tag, 88.0f)), hn::Inf(tag), result);
+    });
 }
-#endif
+
+// `half_to_float` with the instruction of the CPU.
+inline float widen_half(uint16_t value) {
+    const hn::CappedTag<float, 1> tag;
+    const hn::Rebind<uint16_t, decltype(tag)> bits;
+    const hn::Rebind<hwy::float16_t, decltype(tag)> narrow;
+    return hn::GetLane(hn::PromoteTo(tag, hn::BitCast(narrow, hn::Set(bits, value))));
+}
+inline uint16_t float_to_half(float value) {
+    const hn::CappedTag<float, 1> tag;
+    const hn::Rebind<hwy::float16_t, decltype(tag)> narrow;
+    const hn::Rebind<uint16_t, decltype(tag)> bits;
+    return hn::GetLane(hn::BitCast(bits, hn::DemoteTo(narrow, hn::Set(tag, value))));
+}
