@@ -60,6 +60,13 @@ def library(request: pytest.FixtureRequest) -> Iterator[Any]:
     operator.set_library(LIBRARY)
 
 
+class NoGemm:
+    """Stand in for a library without a GEMM of its own."""
+
+    def smelt_has_gemm(self, address: int) -> int:
+        return 0
+
+
 def packed(name: str, rows: int, columns: int, scale: float = 0.05) -> PackedMatrix:
     number_format = get_format(name)
     quantized = number_format.quantize(torch.randn(rows, columns) * scale)
@@ -263,6 +270,28 @@ def test_extreme_inputs(tokens: int) -> None:
         y = product(select_kernel(matrix, input_format, torch.float32), x, matrix, input_format)
         assert bool(y[0].isnan().all())
         assert not bool(y[1:].isnan().any())
+
+
+@compiled
+@pytest.mark.parametrize("has_arithmetic", [True, False])
+def test_dense_products_in_bfloat16(has_arithmetic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without bfloat16 arithmetic, weights and products are in float32, and only the results are rounded."""
+    monkeypatch.setattr(operator, "has_bfloat16_arithmetic", lambda: has_arithmetic)
+    monkeypatch.setattr(operator, "MIN_DENSE_TOKENS", 5)
+    dtypes, plain = [], F.linear
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        dtypes.append((x.dtype, weight.dtype))
+        return plain(x, weight, bias)
+
+    monkeypatch.setattr(operator.F, "linear", linear)
+    matrix, bias, x = packed("int4/32@float16", 40, 96), torch.randn(40).bfloat16(), torch.randn(7, 96).bfloat16()
+    task = operator.Task(NoGemm(), make_linear_plan(matrix.format, 40, 96, matrix.tensors, None, torch.bfloat16))
+    y = operator.run(LIBRARY, task, x, bias)
+    monkeypatch.undo()
+    assert dtypes == [(torch.bfloat16 if has_arithmetic else torch.float32,) * 2]
+    assert y.dtype == torch.bfloat16
+    assert error(x, y, matrix, None, bias) < (TOLERANCE[torch.bfloat16] if has_arithmetic else 2.0**-8)
 
 
 @compiled

@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 from smelt.cache import cache_folder
@@ -99,6 +100,16 @@ def _cpu_features() -> bytes:
     lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     keys = (b"model name", b"flags", b"CPU implementer", b"CPU part", b"Features")  # on x86, on ARM
     return b"\n".join(next((line for line in lines if line.startswith(key)), b"") for key in keys)
+
+
+@lru_cache(maxsize=1)
+def has_bfloat16_arithmetic() -> bool:
+    """Return whether the CPU multiplies bfloat16; otherwise PyTorch emulates it, slower than float32."""
+    try:
+        features = set(_cpu_features().split())
+    except OSError:
+        return False
+    return not features.isdisjoint((b"avx512_bf16", b"amx_bf16", b"bf16"))
 
 
 def _compile(compiler: str, machine: str, path: Path, units: Mapping[str, tuple[str, ...]]) -> None:

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from smelt.kernels.cpu.build import has_bfloat16_arithmetic
 from smelt.kernels.cpu.plan import DTYPE_CODES, FLOAT_INPUTS, LinearPlan, make_linear_plan
 from smelt.kernels.linear import ActivationQuant
 from smelt.numerics.catalog import format_name, get_format
 from smelt.numerics.format import Format
 
 MAX_GEMV_TOKENS, MAX_INT8_GEMV_TOKENS = 4, 1  # with float and with quantized inputs
-MIN_DENSE_TOKENS = 16  # fewest tokens for a dense GEMM with a dequantized matrix, if the library has no GEMM
+MIN_DENSE_TOKENS = 64  # fewest tokens for a dense GEMM with a dequantized matrix, if the library has no GEMM
 UNLIMITED = 1 << 62
 MAX_DEQUANTIZED = 1 << 22  # values dequantized at once
 _MAX_TASKS = 65536
@@ -80,20 +81,22 @@ def run(library: Any, task: Task, x: Tensor, bias: Tensor | None) -> Tensor:
 def dequantize_rows(library: Any, task: Task, first: int, last: int, dtype: torch.dtype) -> Tensor:
     """Dequantize rows of the matrix: [last - first, columns]."""
     out = torch.empty(last - first, task.columns, dtype=dtype)
-    library.smelt_dequantize(task.address, first, last, out.data_ptr(), threads_for(out.numel()))
+    plan = LinearPlan.from_buffer_copy(task.plan)
+    plan.x_type = DTYPE_CODES[dtype]
+    library.smelt_dequantize(ctypes.addressof(plan), first, last, out.data_ptr(), threads_for(out.numel()))
     return out
 
 
 def _dense_product(library: Any, task: Task, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Dequantize and multiply some rows at a time."""
+    """Dequantize and multiply some rows at a time, in float32 unless the CPU has arithmetic of the dtype of x."""
     rows, chunk_rows = task.rows, max(1, MAX_DEQUANTIZED // task.columns)
-    if rows <= chunk_rows:
-        return F.linear(x, dequantize_rows(library, task, 0, rows, x.dtype), bias)
+    dtype = x.dtype if has_bfloat16_arithmetic() else torch.float32
+    inputs, bias = x.to(dtype), None if bias is None else bias.to(dtype)
     y = torch.empty((*x.shape[:-1], rows), dtype=x.dtype)
     for first in range(0, rows, chunk_rows):
         last = min(first + chunk_rows, rows)
         bias_slice = None if bias is None else bias[first:last]
-        y[..., first:last] = F.linear(x, dequantize_rows(library, task, first, last, x.dtype), bias_slice)
+        y[..., first:last] = F.linear(inputs, dequantize_rows(library, task, first, last, dtype), bias_slice)
     return y
 
 
