@@ -22,7 +22,10 @@ inline void dense_block(const DenseMatrix& d, int64_t row, const float* x, int64
         });
         unroll<Tokens>([&](auto t) SMELT_INLINE {
             const F32x16 values = load(x + (token + t) * padded + k);
-            unroll<Rows>([&](auto r) SMELT_INLINE { total[t * Rows + r] = mul_add(weights[r], values, total[t * Rows + r]); });
+            unroll<Rows>([&](auto r) SMELT_INLINE {
+                constexpr int i = t * Rows + r;
+                total[i] = mul_add(weights[r], values, total[i]);
+            });
         });
     });
     unroll<Tokens>([&](auto t) SMELT_INLINE {

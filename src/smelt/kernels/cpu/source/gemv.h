@@ -1,6 +1,6 @@
-// GEMV for four tokens at a time: each row of the matrix is read once, dequantized to float32 in registers and multiplied
-// with the inputs of all tokens. All in float32; the sums of a row do not depend on other rows, so that the result is
-// the same for any number of threads. Codes are multiplied before scales: inputs beyond 1e36 overflow.
+// GEMV for four tokens at a time: each row of the matrix is read once, dequantized to float32 in registers and
+// multiplied with the inputs of these tokens. All in float32; the sums of a row do not depend on other rows, so that
+// the result is the same for any number of threads. Codes are multiplied before scales: inputs beyond 1e36 overflow.
 #pragma once
 
 #include "lanes.h"

@@ -57,8 +57,8 @@ HWY_INLINE hn::Vec<Tag<float>> part_steps(
     else return hn::Set(Tag<float>(), scale[part < PARTS / 2 ? groups.low : groups.high]);
 }
 
-// Multiply `Rows` rows from `row` on with `Tokens` tokens from `token` on, both in the block: as in `int8_dot`. `first` is
-// the first token of the block.
+// Multiply `Rows` rows from `row` on with `Tokens` tokens from `token` on, both in the block, as in `int8_dot`. `first`
+// is the first token of the block.
 template <CodeLayout Layout, int Rows, int Tokens>
 inline void multiply_tokens(
     const Segments& segments, const Int8Inputs& in, const float* scale, const GemmBuffers& buffers, int64_t first,
@@ -90,7 +90,9 @@ inline void multiply_tokens(
             if (k + CHUNK < end) continue;
             start += LANES;
             hn::Vec<Tag<float>> steps[Rows];
-            unroll<Rows>([&](auto r) SMELT_INLINE { steps[r] = part_steps(segments, row_scale + r * num_groups, groups, p); });
+            unroll<Rows>([&](auto r) SMELT_INLINE {
+                steps[r] = part_steps(segments, row_scale + r * num_groups, groups, p);
+            });
             unroll<Rows * Tokens>([&](auto i) SMELT_INLINE {
                 total[i] = hn::MulAdd(hn::ConvertTo(floats, part[i]), steps[i % Rows], total[i]);
                 part[i] = hn::Load(ints, start + i / Rows * token_stride);

@@ -278,7 +278,9 @@ inline void int8_dot(
         end = segments.end(++segment), groups = segments.next_groups(segment, groups);
     }
     if (plan.zero)
-        unroll<4>([&](auto r) SMELT_INLINE { total[r] = total[r] - zero_point_term(plan, shift + r * plan.groups, in.sums); });
+        unroll<4>([&](auto r) SMELT_INLINE {
+            total[r] = total[r] - zero_point_term(plan, shift + r * plan.groups, in.sums);
+        });
     sum_lanes(total[0], total[1], total[2], total[3], sums);
 }
 

@@ -58,14 +58,15 @@ inline U32x16 e4m3_codes(F32x16 values) {  // of magnitude up to 448; ties to ev
 template <int32_t PageType>
 HWY_INLINE F32x16 load_row(const void* pages, const RowShape& s, int64_t row, int64_t k, int64_t lanes, float zero) {
     if (!is_packed<PageType>()) return load_floats(pages, DType(PageType), row * s.head_dim + k, lanes);
-    const uint8_t* codes = row_bytes_at(pages, s, row) + (PageType == INT4_ROWS && k >= s.half_dim ? k - s.half_dim : k);
+    const bool in_high_nibbles = PageType == INT4_ROWS && k >= s.half_dim;
+    const uint8_t* codes = row_bytes_at(pages, s, row) + (in_high_nibbles ? k - s.half_dim : k);
     if (PageType == INT8_ROWS) {
         const auto* signed_codes = reinterpret_cast<const int8_t*>(codes);
         return to_float(read_padded(signed_codes, lanes, [](const int8_t* x) { return widen(x); }));
     }
     const U32x16 bytes = read_padded(codes, lanes, [](const uint8_t* x) { return widen(x); });
     if (PageType == FP8_ROWS) return e4m3_values(bytes);
-    const U32x16 code = k < s.half_dim ? bytes & broadcast<uint32_t>(15) : shift_right<4>(bytes);
+    const U32x16 code = in_high_nibbles ? shift_right<4>(bytes) : bytes & broadcast<uint32_t>(15);
     return to_float(bit_cast<int32_t>(code)) - broadcast(zero);
 }
 

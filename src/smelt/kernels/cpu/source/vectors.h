@@ -130,9 +130,6 @@ HWY_INLINE F32x16 mul_add(F32x16 a, F32x16 b, F32x16 c) {  // a * b + c
 HWY_INLINE F32x16 mul_sub(F32x16 a, F32x16 b, F32x16 c) {  // a * b - c
     return for_parts<float>([&](auto p) { return hn::MulSub(a.part[p], b.part[p], c.part[p]); });
 }
-HWY_INLINE F32x16 neg_mul_add(F32x16 a, F32x16 b, F32x16 c) {  // c - a * b
-    return for_parts<float>([&](auto p) { return hn::NegMulAdd(a.part[p], b.part[p], c.part[p]); });
-}
 HWY_INLINE F32x16 round_to_even(F32x16 v) {
     return for_parts<float>([&](auto p) { return hn::Round(v.part[p]); });
 }
