@@ -20,8 +20,9 @@ import torch
 from common import copy_bandwidth, graph_seconds, table, write
 from torch.nn import functional as F
 
-from smelt.kernels.gpu import hopper
-from smelt.kernels.gpu.hopper import Config, Layout, ShuffledMatrix, fit_stages
+from smelt.kernels.gpu import hopper, hopper_layout
+from smelt.kernels.gpu.hopper import Config, fit_stages
+from smelt.kernels.gpu.hopper_layout import Layout, ShuffledMatrix
 from smelt.kernels.gpu.matrix import describe
 from smelt.kernels.gpu.nvrtc import compile_to_cubin
 from smelt.kernels.linear import PackedMatrix
@@ -81,9 +82,9 @@ def measure(name: str, rows: int, columns: int, dense: dict[int, float], copy: f
     number_format, operands = get_format(name), FORMATS[name]
     quantized = number_format.quantize(torch.randn(rows, columns, device="cuda") * 0.05)
     matrix = describe(PackedMatrix(number_format, rows, columns, quantized.pack()))
-    layout = hopper.layout_of(matrix, operands)
+    layout = hopper_layout.layout_of(matrix, operands)
     assert layout is not None
-    weights = hopper.shuffle(matrix, layout)
+    weights = hopper_layout.shuffle(matrix, layout)
     count = max(4, int(AT_LEAST / weights.tiles.numel()))
     held = [replace(weights, tiles=weights.tiles.clone()) for _ in range(count)]
     results = []
@@ -132,7 +133,7 @@ def compile_candidates(formats: list[str]) -> None:
     for name, (rows, columns), batch in itertools.product(formats, SHAPES, BATCHES):
         number_format = get_format(name)
         example = PackedMatrix(number_format, 64, 256, number_format.quantize(torch.randn(64, 256)).pack())
-        layout = hopper.layout_of(describe(example), FORMATS[name])
+        layout = hopper_layout.layout_of(describe(example), FORMATS[name])
         assert isinstance(layout, Layout)
         tiles = torch.empty(rows // 64, columns // 128, 0, dtype=torch.uint8)
         for config in candidates(batch, ShuffledMatrix(layout, tiles, None, 1.0, rows, columns)):

@@ -9,8 +9,9 @@ import random
 import pytest
 import torch
 
-from smelt.kernels.gpu import hopper, nvrtc
-from smelt.kernels.gpu.hopper import Config, GemvConfig, Layout, fit_stages
+from smelt.kernels.gpu import hopper, hopper_layout, nvrtc
+from smelt.kernels.gpu.hopper import Config, GemvConfig, fit_stages
+from smelt.kernels.gpu.hopper_layout import Layout
 from smelt.kernels.gpu.matrix import Matrix, describe
 from smelt.kernels.linear import ActivationQuant, PackedMatrix
 from smelt.models.quantized import QuantizationScheme, QuantizedLinear
@@ -36,10 +37,10 @@ def packed_matrix(name: str, rows: int, columns: int, device: str = "cpu") -> tu
     return PackedMatrix(number_format, rows, columns, quantized.pack()), quantized
 
 
-def shuffled(matrix: Matrix, operands: torch.dtype) -> hopper.ShuffledMatrix:
-    layout = hopper.layout_of(matrix, operands)
+def shuffled(matrix: Matrix, operands: torch.dtype) -> hopper_layout.ShuffledMatrix:
+    layout = hopper_layout.layout_of(matrix, operands)
     assert layout is not None
-    return hopper.shuffle(matrix, layout)
+    return hopper_layout.shuffle(matrix, layout)
 
 
 def code_at(tile: torch.Tensor, layout: Layout, row: int, column: int) -> int:
@@ -115,17 +116,17 @@ def test_scales_and_zero_points_follow_the_codes() -> None:
     ],
 )
 def test_other_matrices_are_refused(name: str, columns: int, operands: torch.dtype) -> None:
-    assert hopper.layout_of(describe(packed_matrix(name, 64, columns)[0]), operands) is None
+    assert hopper_layout.layout_of(describe(packed_matrix(name, 64, columns)[0]), operands) is None
 
 
 def test_matrices_are_stacked_only_along_whole_tiles() -> None:
     first, second = (describe(packed_matrix("nvfp4", rows, 256)[0]) for rows in (128, 40))
     parts = [shuffled(matrix, BF16) for matrix in (first, second)]
     assert parts[0].factor != parts[1].factor
-    both = hopper.concatenate(parts)
+    both = hopper_layout.concatenate(parts)
     assert both is not None and both.rows == 168 and both.factor == 1.0 and both.row_scale is not None
     assert both.row_scale[127] == parts[0].factor and both.row_scale[128] == parts[1].factor
-    assert hopper.concatenate(parts[::-1]) is None
+    assert hopper_layout.concatenate(parts[::-1]) is None
 
 
 def test_a_layer_without_its_weights_computes_with_the_product() -> None:
@@ -145,7 +146,7 @@ def test_a_layer_without_its_weights_computes_with_the_product() -> None:
 def layouts() -> list[Layout]:
     found = []
     for name, operands in [*HALF_FORMATS, ("fp8-e4m3", E4M3), ("int8/row", INT8), ("int4/128@float16", INT8)]:
-        layout = hopper.layout_of(describe(packed_matrix(name, 64, 256)[0]), operands)
+        layout = hopper_layout.layout_of(describe(packed_matrix(name, 64, 256)[0]), operands)
         assert layout is not None
         found.append(layout)
     return found
@@ -155,7 +156,7 @@ def test_shared_memory_and_stages_fit() -> None:
     batches = (1, 16, 64, 130, 300)
     for layout, rows, columns, batch in itertools.product(layouts(), (64, 4096, 28672), (256, 14336), batches):
         tiles = torch.empty(rows // 64, columns // 128, 0, dtype=torch.uint8)
-        weights = hopper.ShuffledMatrix(layout, tiles, None, 1.0, rows, columns)
+        weights = hopper_layout.ShuffledMatrix(layout, tiles, None, 1.0, rows, columns)
         config = hopper.choose_config(batch, weights, 132)
         assert config.shared_bytes(layout) <= 227 * 1024 and config.stages % config.k_groups == 0
         assert hopper.choose_gemv_config(weights, 132).shared_bytes(layout, columns // 128) <= 227 * 1024
@@ -207,7 +208,7 @@ def test_products_equal_the_reference(name: str, dtype: torch.dtype) -> None:
         rows, columns = generator.randrange(1, 700), 64 * generator.randrange(1, 40)
         packed, quantized = packed_matrix(name, rows, columns, "cuda")
         matrix = describe(packed)
-        if hopper.layout_of(matrix, dtype) is None:  # columns that groups do not divide
+        if hopper_layout.layout_of(matrix, dtype) is None:  # columns that groups do not divide
             continue
         weights = shuffled(matrix, dtype)
         x, bias = torch.randn(batch, columns, device="cuda", dtype=dtype), torch.randn(rows, device="cuda", dtype=dtype)

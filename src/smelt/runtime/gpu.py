@@ -23,8 +23,9 @@ from smelt.kernels.gpu.fused_ops import (
     silu_and_mul,
     silu_and_mul_quantize,
 )
-from smelt.kernels.gpu.hopper import ARCHITECTURE, GEMM_KERNEL, TILE_ROWS
+from smelt.kernels.gpu.hopper import ARCHITECTURE, GEMM_KERNEL
 from smelt.kernels.gpu.hopper import gemv as hopper_gemv
+from smelt.kernels.gpu.hopper_layout import TILE_ROWS
 from smelt.kernels.gpu.hopper_linear import HopperLinear
 from smelt.kernels.gpu.nvrtc import compile_all
 from smelt.kernels.gpu.rope import RotaryParams

@@ -47,7 +47,7 @@ class PrefillTiles:
 
     warpgroups: int  # 64 rows of queries each: a row is a query head of a token
     keys: int
-    stages: int  # tiles of keys and values in shared memory
+    stages: int  # tiles of K and V in shared memory
 
     def tokens(self, heads: int, kv_heads: int) -> int:
         """Return how many tokens a block computes; they share it with the query heads of a KV head."""
@@ -199,7 +199,7 @@ def prefill_source(dtype: torch.dtype, head_dim: int, pack: int, block_size: int
     definitions: dict[str, object] = {
         "WARPGROUPS": tiles.warpgroups, "KEYS": tiles.keys, "STAGES": tiles.stages, "HEAD_DIM": head_dim,
         "PACK": pack, "BLOCK_SIZE": block_size, "INFINITY": INFINITY,
-        "PAIR": '"bf16x2"' if dtype == torch.bfloat16 else '"f16x2"',
+        "HALF_IS_BF16": int(dtype == torch.bfloat16), "PAIR": '"bf16x2"' if dtype == torch.bfloat16 else '"f16x2"',
     }  # fmt: skip
     element = "bf16" if dtype == torch.bfloat16 else "f16"
     products = _wgmma("wgmma_scores", tiles.keys, element, False) + _wgmma("wgmma_values", head_dim, element, True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from smelt.kernels.gpu import hopper, launch
+from smelt.kernels.gpu import hopper, hopper_layout, launch
 from smelt.kernels.gpu.activations import QuantizedRows, RowQuant
 from smelt.kernels.gpu.arch import num_sms
 from smelt.kernels.gpu.linear import EightBit, WeightOnly, amax_code
@@ -28,7 +28,7 @@ HOPPER = (9, 0)
 class HopperLinear:
     """A product with a packed matrix: half-precision inputs, or inputs that are quantized to int8 or E4M3."""
 
-    weights: hopper.ShuffledMatrix
+    weights: hopper_layout.ShuffledMatrix
     inputs: ActivationQuant | None
 
     @classmethod
@@ -43,9 +43,9 @@ class HopperLinear:
         kernel = WeightOnly() if inputs is None else EightBit()
         if not all(kernel.supports(part, inputs, dtype) for part in parts):
             return None
-        operands = dtype if inputs is None else torch.int8 if isinstance(inputs.format, Integer) else hopper.E4M3
+        operands = dtype if inputs is None else torch.int8 if isinstance(inputs.format, Integer) else hopper_layout.E4M3
         matrices = [describe(part) for part in parts]
-        layouts = {hopper.layout_of(matrix, operands) for matrix in matrices}
+        layouts = {hopper_layout.layout_of(matrix, operands) for matrix in matrices}
         layout = layouts.pop()
         if layout is None or layouts or any(_has_nan_scales(matrix) for matrix in matrices):
             return None
@@ -53,7 +53,7 @@ class HopperLinear:
             hopper.load_dequantize(layout, device)  # fails early where kernels cannot be compiled
         except CudaError:
             return None
-        weights = hopper.concatenate([hopper.shuffle(matrix, layout) for matrix in matrices])
+        weights = hopper_layout.concatenate([hopper_layout.shuffle(matrix, layout) for matrix in matrices])
         return None if weights is None else cls(weights, inputs)
 
     @cached_property

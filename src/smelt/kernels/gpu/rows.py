@@ -141,7 +141,7 @@ def dequantize_pages_kernel(  # type: ignore[no-untyped-def]
 def dequantize_pages(
     key_pages: Tensor, value_pages: Tensor, blocks: Tensor, kv_quant: KVQuantFormat, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Dequantize some blocks of keys and values: [pages, block_size, kv heads, head_dim] each. Keys stay rotated."""
+    """Dequantize some blocks of the KV cache: K and V, [pages, block_size, kv heads, head_dim]. Keys stay rotated."""
     _, block_size, kv_heads, _ = key_pages.shape
     shape = (len(blocks), block_size, kv_heads, kv_quant.head_dim)
     keys, values = (torch.empty(shape, dtype=dtype, device=key_pages.device) for _ in range(2))

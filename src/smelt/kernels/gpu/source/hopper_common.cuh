@@ -1,4 +1,4 @@
-// What all Hopper kernels share: types, barriers in shared memory, copies that arrive at them, and wgmma's operands.
+// What all Hopper kernels share: types, barriers in shared memory, copies that arrive at them, wgmma's operands, and conversions.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -47,4 +47,27 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int PENDING = 0>
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// The half-precision type of a kernel: HALF_IS_BF16, and PAIR as in the names of instructions.
+__device__ __forceinline__ float from_half(u16 half) {
+#if HALF_IS_BF16
+    return __uint_as_float((u32)half << 16);
+#else
+    float result;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(half));
+    return result;
+#endif
+}
+
+__device__ __forceinline__ u32 to_pair(float low, float high) {
+    u32 result;
+    asm("cvt.rn." PAIR ".f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+    return result;
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
 }

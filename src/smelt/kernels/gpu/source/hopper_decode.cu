@@ -2,7 +2,7 @@
 //
 // A block computes a split of the keys of one request for HEADS KV heads, one warp per head. Rows of a head, codes and
 // then their parameters, start at any multiple of four bytes, but those of all heads and of 16 tokens are contiguous:
-// one bulk copy each for keys and values, STAGES in flight. Codes are converted to half precision in registers, exactly,
+// one bulk copy each for K and V, STAGES in flight. Codes are converted to half precision in registers, exactly,
 // and multiplied by mma with the queries of the KV head on the right: scores [16 tokens, 8 queries], and sums
 // [HEAD_DIM, 8 queries]. Scales are applied outside of the products: those of keys to scores, those of values to weights.
 // The split that finishes last merges all of them.
@@ -45,28 +45,6 @@ __device__ __forceinline__ u32 from_e4m3(u32 two) {  // the low 16 bits
     u32 result;
     asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;\n}" : "=r"(result) : "r"(two));
     return result;
-}
-
-__device__ __forceinline__ float exp2_fast(float x) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
-}
-
-__device__ __forceinline__ float from_half(u16 half) {
-#if HALF_IS_BF16
-    return __uint_as_float((u32)half << 16);
-#else
-    float result;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(half));
-    return result;
-#endif
-}
-
-__device__ __forceinline__ u16 to_half(float x) {
-    u32 result;
-    asm("cvt.rn." PAIR ".f32 %0, %1, %2;" : "=r"(result) : "f"(0.0f), "f"(x));
-    return (u16)result;
 }
 
 // The kernel before computes the queries and stores the new token; all other tokens may be read earlier.
@@ -140,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) hopper_decode(
     const int* __restrict__ block_tables, const long long* __restrict__ slots, const long long* __restrict__ seq_lens,
     u16* __restrict__ output, float* __restrict__ partial, float* __restrict__ stats, int* __restrict__ counters,
     float scale, int window, int table_stride, int kv_heads) {
-    extern __shared__ __align__(128) u8 memory[];  // [STAGES, keys and values, TILE]
+    extern __shared__ __align__(128) u8 memory[];  // [STAGES, K and V, TILE]
     __shared__ int finished;
     asm volatile("griddepcontrol.launch_dependents;");
     const int split = blockIdx.x, request = blockIdx.y, first_head = blockIdx.z * HEADS;
@@ -318,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) hopper_decode(
                     const int column = value_column(8 * (t / V_PARTS) + g, t % V_PARTS, half);
                     const float sum = sums[t][2 * half + i] / divisor;
                     if (splits > 1) partial[(at * gridDim.x + split) * HEAD_DIM + column] = sum;
-                    else output[at * HEAD_DIM + column] = to_half(sum);
+                    else output[at * HEAD_DIM + column] = (u16)to_pair(sum, 0.0f);
                 }
         }
     }
@@ -362,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) hopper_decode(
         }
         u16* const target = output + (first_row + row) * HEAD_DIM + column;
 #pragma unroll
-        for (int i = 0; i < 4; i++) target[i] = to_half(sum[i]);
+        for (int i = 0; i < 4; i++) target[i] = (u16)to_pair(sum[i], 0.0f);
     }
     if (thread == 0) *counter = 0;  // as the next call needs it
 }

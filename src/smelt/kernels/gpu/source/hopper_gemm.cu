@@ -1,7 +1,7 @@
 // GEMM with a packed weight matrix on Hopper: y = x W^T, with W dequantized in registers.
 //
 // The weights are the left operand of wgmma, which takes it from registers, so dequantized values never touch memory.
-// They are shuffled once at load (hopper.py) into tiles of 64 rows x 128 columns: the codes in the order of the wgmma
+// They are shuffled once at load (hopper_layout.py) into tiles of 64 rows x 128 columns: the codes in the order of the wgmma
 // fragments, then the scales and zero points of the tile. A tile is contiguous and travels by one bulk copy. x tiles
 // come through a tensor map, which swizzles them for wgmma and fills rows and columns outside of x with zeros.
 //

@@ -37,18 +37,6 @@ __device__ __forceinline__ void pin(float (&values)[COUNT]) {
     for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(values[i])::"memory");
 }
 
-__device__ __forceinline__ float exp2_fast(float x) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
-}
-
-__device__ __forceinline__ u32 to_pair(float low, float high) {
-    u32 result;
-    asm("cvt.rn." PAIR ".f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-    return result;
-}
-
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, WARPGROUPS == 1 ? 2 : 1) hopper_prefill(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const int* __restrict__ block_tables, const int* __restrict__ seq_lens,

@@ -1,5 +1,5 @@
-// Tiles of packed weights, 64 rows x 128 columns, as `shuffle` of hopper.py arranges them: how they are copied to shared
-// memory and how a thread dequantizes its part.
+// Tiles of packed weights, 64 rows x 128 columns, as `shuffle` of hopper_layout.py arranges them: how a thread loads and
+// dequantizes its part.
 //
 // hopper.py defines FORMAT, BITS, GROUPS (scales or zero points of a row in a tile), SCALE_BYTES, ZERO_BYTES,
 // ZERO_OFFSET, X_BYTES and HALF_IS_BF16 (the operands), FOLD.
@@ -29,12 +29,6 @@ __device__ __forceinline__ u32 multiply_add(u32 a, u32 b, u32 c) {
     return result;
 }
 
-__device__ __forceinline__ u32 to_pair(float low, float high) {
-    u32 result;
-    asm("cvt.rn." PAIR ".f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-    return result;
-}
-
 __device__ __forceinline__ u32 twice(u32 half) { return half * 0x10001u; }
 
 // The number 2^m + c for a code c < 2^(bits of the mantissa) is an OR: its exponent with c as the mantissa.
@@ -43,16 +37,6 @@ constexpr u32 LIFT = 0x43004300u;  // 128
 #else
 constexpr u32 LIFT = 0x64006400u;  // 1024
 #endif
-
-__device__ __forceinline__ float from_half(u16 half) {
-#if HALF_IS_BF16
-    return __uint_as_float((u32)half << 16);
-#else
-    float result;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(half));
-    return result;
-#endif
-}
 
 __device__ __forceinline__ float load_scale(const u8* scales, int index) {
 #if SCALE_BYTES == 4
