@@ -22,18 +22,20 @@ import json, time
 import numpy as np
 from smelt.measure.memory import PeakMemory, resident_bytes
 
-def spike(megabytes):
+def spike(megabytes, region):
     block = np.ones(megabytes * 10**6, dtype=np.uint8)
-    time.sleep(0.2)  # many samples, also on a machine that is busy
+    end = time.monotonic() + 60
+    while region.peak_bytes < resident_bytes() - 10**7 and time.monotonic() < end:
+        time.sleep(0.01)  # on a busy machine, a sample may take long to come
     assert block[-1] == 1
 
 with PeakMemory() as first:
-    spike(300)
+    spike(300, first)
 after = resident_bytes()
 with PeakMemory() as second:
-    spike(100)
+    spike(100, second)
 with PeakMemory() as outer:
-    spike(200)
+    spike(200, outer)
     with PeakMemory() as inner:
         pass
 regions = {"first": first, "second": second, "outer": outer, "inner": inner}
