@@ -21,7 +21,7 @@ from common import copy_bandwidth, graph_seconds, table, write
 from torch.nn import functional as F
 
 from smelt.kernels.gpu import hopper, hopper_layout
-from smelt.kernels.gpu.hopper import Config, fit_stages
+from smelt.kernels.gpu.hopper import Config, StreamKConfig, fit_stages
 from smelt.kernels.gpu.hopper_layout import Layout, ShuffledMatrix
 from smelt.kernels.gpu.matrix import describe
 from smelt.kernels.gpu.nvrtc import compile_to_cubin
@@ -38,6 +38,7 @@ FORMATS = {  # weights: dtype of the operands
     "int8/128@float16": torch.bfloat16,
     "mxfp4": torch.bfloat16,
     "nvfp4": torch.bfloat16,
+    "nf4": torch.bfloat16,
     "fp8-e4m3": torch.float8_e4m3fn,
     "int8/row": torch.int8,
     "int4/row": torch.int8,
@@ -104,25 +105,32 @@ def measure(name: str, rows: int, columns: int, dense: dict[int, float], copy: f
     return results
 
 
-def product(x: torch.Tensor, weights: ShuffledMatrix, config: Config | None) -> torch.Tensor:
+def product(x: torch.Tensor, weights: ShuffledMatrix, config: Config | StreamKConfig | None) -> torch.Tensor:
     if config is None and len(x) == 1 and hopper.supports_gemv(weights.layout):
         return hopper.gemv(x, weights)
     return hopper.gemm(x, weights, dtype=torch.bfloat16, config=config)
 
 
-def candidates(batch: int, weights: ShuffledMatrix) -> Iterator[Config]:
-    k_tiles = weights.tiles.shape[1]
+def candidates(batch: int, weights: ShuffledMatrix) -> Iterator[Config | StreamKConfig]:
+    layout, k_tiles = weights.layout, weights.tiles.shape[1]
     for config in all_configs(batch):
-        fitted = fit_stages(config, weights.layout, k_tiles)
-        if fitted.shared_bytes(weights.layout) <= 227 * 1024 and k_tiles // (config.split_k * config.k_tiles) >= 2:
+        fitted = fit_stages(config, layout, k_tiles)
+        if fitted.shared_bytes(layout) <= 227 * 1024 and k_tiles // (config.split_k * config.k_tiles) >= 2:
             yield fitted
+    if batch > 32 and not (layout.grouped and layout.operands == "int8"):
+        yield from (hopper.stream_k_config(tile_n, layout) for tile_n in hopper.STREAM_K_N if tile_n < batch + 64)
 
 
 def all_configs(batch: int) -> Iterator[Config]:
-    tile_n = next((size for size in hopper.TILE_N if size >= batch), hopper.TILE_N[-1])
+    if batch > 128:
+        for tile_n, (rows, teams), split_k in itertools.product(hopper.WIDE_N, hopper.WIDE_TEAMS, (1, 2, 4)):
+            if rows * teams <= (4 if tile_n <= 128 else 2):
+                yield Config(tile_n, rows, 1, 1, teams, 16, split_k, flush=False)
+        return
+    tile_n = next(size for size in hopper.TILE_N if size >= batch)
     rows = ((1, 1), (2, 1)) if tile_n < 64 else ((1, 1), (2, 1), (4, 2))
     for (row_tiles, m_tiles), k_tiles, teams, split_k in itertools.product(rows, (1, 2), (1, 2, 3, 4), (1, 2, 4)):
-        if row_tiles // m_tiles * teams > (2 if tile_n > 64 else 4 if tile_n == 64 else 6) or m_tiles * tile_n > 256:
+        if row_tiles // m_tiles * teams > (2 if tile_n > 64 else 4 if tile_n == 64 else 6):
             continue
         for flush in (True, False):
             yield Config(tile_n, row_tiles, m_tiles, k_tiles, teams, 16, split_k, flush, mma=tile_n <= 32)

@@ -74,13 +74,16 @@ def main() -> None:
     parser.add_argument("--tokens", nargs=2, type=int, default=[PROMPT, ANSWER], help="of a prompt and of its answer")
     parser.add_argument("--kv-cache-gb", type=int, default=40)
     parser.add_argument("--streams", nargs="+", type=int, default=list(STREAMS))
-    parser.add_argument("--resume", action="store_true")
+    parser.add_argument(
+        "--resume", action="store_true", help="add to earlier rows; bf16 is measured again for the new ones"
+    )
     parser.add_argument("--name", default="serve_gpu_formats", help="of the results file")
     options = parser.parse_args()
     rows = previous_rows(options.name, options.resume)
+    run = 1 + max((row["run"] for row in rows), default=0)
     bandwidth = copy_bandwidth()
     for name in options.models:
-        rows += measure(name, VARIANTS[name], options, bandwidth)
+        rows += [{"run": run, **row} for row in measure(name, VARIANTS[name], options, bandwidth)]
         write(options.name, rows, text(rows, bandwidth, *options.tokens))
         gc.collect()  # an engine and its captured graphs refer to each other
         torch.cuda.empty_cache()
@@ -132,21 +135,31 @@ def measure(name: str, variant: Variant, options: argparse.Namespace, bandwidth:
 
 
 def text(rows: list[dict[str, Any]], bandwidth: float, prompt: int, answer: int) -> str:
-    dense = {row["streams"]: row for row in rows if row["model"] == "bf16"}
+    dense = {(row["run"], row["streams"]): row for row in rows if row["model"] == "bf16"}
     cells = []
     for row in rows:
-        base = dense.get(row["streams"])
+        base = dense.get((row["run"], row["streams"]))
         faster = f"{row['tokens_per_second'] / base['tokens_per_second']:.2f}x" if base else ""
         later = f"{row['first_token_ms'] / base['first_token_ms']:.2f}x" if base else ""
         cells.append([
-            row["model"], str(row["streams"]), f"{row['tokens_per_second']:,.0f}", faster, f"{row['decode_ms']:.2f}",
-            f"{row['first_token_ms']:.1f}", later, f"{row['share_of_roofline']:.0%}",
+            str(row["run"]), row["model"], str(row["streams"]), f"{row['tokens_per_second']:,.0f}", faster,
+            f"{row['decode_ms']:.2f}", f"{row['first_token_ms']:.1f}", later, f"{row['share_of_roofline']:.0%}",
         ])  # fmt: skip
-    headings = ["model", "streams", "tokens/s", "against bf16", "decode step, ms", "first token, ms", "against bf16"]
+    headings = [
+        "run",
+        "model",
+        "streams",
+        "tokens/s",
+        "against bf16",
+        "decode step, ms",
+        "first token, ms",
+        "against bf16",
+    ]
     return (
         "# Compressed models on one GPU\n\n"
         f"Llama 8B shape, random weights, seed {SEED}, {prompt:,} tokens in, {answer:,} out, greedy; tokens generated "
-        "over the total time, prompts included. `of copy bandwidth` counts the bytes of the stored weights, embeddings "
+        "over the total time, prompts included. Every run has its own baseline. `of copy bandwidth` counts the bytes "
+        "of the stored weights, embeddings "
         f"excepted, per decode step; a copy reaches {bandwidth / 1e12:.2f} TB/s.\n\n"
         + table([*headings, "of copy bandwidth"], cells)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -15,9 +15,11 @@ from smelt.kernels.gpu.hopper_layout import TILE_K, TILE_ROWS, Layout, ShuffledM
 from smelt.kernels.gpu.nvrtc import CudaKernel, compile_to_cubin, tensor_map
 
 ARCHITECTURE, GEMM_KERNEL = "sm_90a", "hopper_gemm"
-TILE_N = (8, 16, 32, 64, 96, 128, 256)  # rows of x per block
-_WIDE_N = (128, 144, 160, 192, 256)  # the same for more than 128 rows in half precision
-_WIDE_TEAMS = ((1, 3), (1, 2), (2, 2), (2, 1), (3, 1))  # weight tiles of a block, teams of warpgroups
+STREAM_K_KERNEL = "hopper_stream_k"
+TILE_N = (8, 16, 32, 64, 96, 128)  # rows of x per block
+STREAM_K_N = (64, 96, 128, 160, 192, 224, 256)  # the same for stream-K
+WIDE_N = (128, 144, 160, 192, 256)  # the same for more than 128 rows without stream-K
+WIDE_TEAMS = ((1, 2), (2, 1), (3, 1), (1, 3), (2, 2))  # weight tiles of a block, teams of warpgroups
 _SHARED_BYTES = 227 * 1024
 
 
@@ -45,6 +47,29 @@ class Config:
 
 
 @dataclass(frozen=True)
+class StreamKConfig:
+    """The tiles of a stream-K launch; see Config."""
+
+    tile_n: int
+    stages: int
+    row_tiles: int = 2
+
+    def threads(self) -> int:
+        return 128 * (self.row_tiles + 1)
+
+    def shared_bytes(self, layout: Layout) -> int:
+        return self.stages * (self.tile_n * TILE_K * layout.operand_bytes + self.row_tiles * layout.tile_bytes + 16)
+
+    def tiles(self, batch: int, row_tiles: int) -> int:
+        """Return the number of output tiles."""
+        return -(-row_tiles // self.row_tiles) * -(-batch // self.tile_n)
+
+    def blocks(self, batch: int, row_tiles: int, k_tiles: int, num_sms: int) -> int:
+        """Return the size of the grid: at most eight blocks per tile, since one of them adds up the others' sums."""
+        return min(num_sms, self.tiles(batch, row_tiles) * min(8, k_tiles))
+
+
+@dataclass(frozen=True)
 class GemvConfig:
     """The tiles of a GEMV; see Config."""
 
@@ -63,7 +88,7 @@ class GemvConfig:
 
 def gemm(
     x: Tensor, weights: ShuffledMatrix, bias: Tensor | None = None, x_scale: Tensor | None = None,
-    dtype: torch.dtype | None = None, config: Config | None = None,
+    dtype: torch.dtype | None = None, config: Config | StreamKConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """Multiply x [batch, columns] of the operands' dtype -> [batch, rows] in `dtype`; x_scale is per row of x."""
     batch = x.shape[0]
@@ -74,16 +99,25 @@ def gemm(
     config = config or choose_config(batch, weights, _num_sms(x.device))
     layout = weights.layout
     kernel = load_kernel(layout, config, dtype, x.device)
-    row_tiles = -(-weights.rows // (TILE_ROWS * config.row_tiles))
-    panels = config.k_tiles * TILE_K * layout.operand_bytes // 128
-    arguments = (
+    panels = TILE_K * layout.operand_bytes // 128 * (1 if isinstance(config, StreamKConfig) else config.k_tiles)
+    tensors = (
         tensor_map(x, config.tile_n, panels), _pointer(weights.tiles), _pointer(weights.row_scale), _pointer(x_scale),
-        _pointer(bias), _pointer(y), ctypes.c_float(weights.factor), ctypes.c_int(batch), ctypes.c_int(weights.rows),
+        _pointer(bias), _pointer(y),
+    )  # fmt: skip
+    sizes = (
+        ctypes.c_float(weights.factor), ctypes.c_int(batch), ctypes.c_int(weights.rows),
         ctypes.c_int(weights.tiles.shape[1]),
     )  # fmt: skip
-    grid = row_tiles, -(-batch // config.tile_n), config.split_k
+    if isinstance(config, StreamKConfig):
+        parts, flags = stream_k_workspace(x.device)
+        row_tiles, k_tiles = weights.tiles.shape[:2]
+        blocks = config.blocks(batch, row_tiles, k_tiles, _num_sms(x.device))
+        arguments = (*tensors, _pointer(parts), _pointer(flags), *sizes)
+        kernel.launch((blocks, 1, 1), config.threads(), arguments, cluster=None)
+        return y
+    grid = -(-weights.rows // (TILE_ROWS * config.row_tiles)), -(-batch // config.tile_n), config.split_k
     cluster = (1, 1, config.split_k) if config.split_k > 1 else None
-    kernel.launch(grid, config.threads(), arguments, cluster=cluster)
+    kernel.launch(grid, config.threads(), (*tensors, *sizes), cluster=cluster)
     return y
 
 
@@ -162,25 +196,63 @@ def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
-def _wide_config(batch: int, layout: Layout, row_tiles: int, k_tiles: int, num_sms: int) -> Config:
-    """Return the tiles with the shortest estimated time for many rows of x in half precision.
+@cache
+def stream_k_workspace(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return room for one partial tile per block, and a flag for each that a launch leaves at zero.
 
-    A block takes `start` microseconds and those of its products, per weight tile and linear in the rows of x, as
-    measured on an H200; blocks that share columns also add up their results.
+    All launches of a device share it, so they must not run at the same time on two streams.
     """
-    times: dict[Config, float] = {}
-    for tile_n, (rows, teams), split_k in itertools.product(_WIDE_N, _WIDE_TEAMS, (1, 2)):
+    sms = _num_sms(device)
+    size = max(STREAM_K_N) * TILE_ROWS * StreamKConfig.row_tiles
+    return torch.empty(sms, size, device=device), torch.zeros(sms, dtype=torch.int32, device=device)
+
+
+def stream_k_config(tile_n: int, layout: Layout) -> StreamKConfig:
+    """Return the tiles with as many copies in flight as shared memory holds."""
+    return StreamKConfig(tile_n, min(8, _SHARED_BYTES // StreamKConfig(tile_n, 1).shared_bytes(layout)))
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Microseconds on an H200, fitted to measurements of many shapes (`benchmarks/gpu_gemm.py --tune`)."""
+
+    start: float  # of a block, its end included
+    tile: float  # of a weight tile and its products
+    tile_row: float  # the same, per row of x
+    share: float  # of adding up the sums of blocks that share a tile, per tile_n
+
+
+_TIMES = {  # without stream-K and with it; 8-bit weights leave it too little shared memory
+    "4-bit": (_Times(7.6, 0.134, 2.18e-3, 3.0e-3), _Times(6.7, 0.171, 2.21e-3, 1.00e-2)),
+    "8-bit": (_Times(3.2, 0.170, 1.98e-3, 1.3e-2), None),
+    "8-bit inputs": (_Times(6.1, 0.048, 1.28e-3, 7.0e-3), _Times(7.0, 0.126, 1.16e-3, 1.20e-2)),
+}
+
+
+@lru_cache(maxsize=4096)
+def _wide_config(batch: int, layout: Layout, row_tiles: int, k_tiles: int, num_sms: int) -> Config | StreamKConfig:
+    """Return the tiles with the shortest estimated time for many rows of x, with and without stream-K."""
+    kind = "8-bit inputs" if layout.operand_bytes == 1 else "8-bit" if layout.bits == 8 else "4-bit"
+    plain, stream_k = _TIMES[kind]
+    times: dict[Config | StreamKConfig, float] = {}
+    for tile_n, (rows, teams), split_k in itertools.product(WIDE_N, WIDE_TEAMS, (1, 2)):
         config = fit_stages(Config(tile_n, rows, 1, 1, teams, 8, split_k, flush=False), layout, k_tiles)
         if rows * teams > (4 if tile_n <= 128 else 2) or config.shared_bytes(layout) > _SHARED_BYTES:
             continue
-        blocks = -(-row_tiles // rows) * -(-batch // tile_n) * split_k
-        start = 3.2 + (split_k - 1) * 2e-4 * 64 * rows * tile_n
-        products = rows * -(-k_tiles // split_k) * (0.17 + 0.00198 * tile_n)
-        times[config] = -(-blocks // num_sms) * (start + products)
+        waves = -(-(-(-row_tiles // rows) * -(-batch // tile_n) * split_k) // num_sms)
+        products = rows * -(-k_tiles // split_k) * (plain.tile + plain.tile_row * tile_n)
+        times[config] = waves * (plain.start + (split_k - 1) * plain.share * rows * tile_n + products)
+    if stream_k is None:
+        return min(times, key=times.__getitem__)
+    for tile_n in STREAM_K_N:
+        shared = stream_k_config(tile_n, layout)
+        tiles, blocks = shared.tiles(batch, row_tiles), shared.blocks(batch, row_tiles, k_tiles, num_sms)
+        products = -(-tiles * k_tiles // blocks) * shared.row_tiles * (stream_k.tile + stream_k.tile_row * tile_n)
+        times[shared] = stream_k.start + products + stream_k.share * (blocks / tiles - 1) * tile_n
     return min(times, key=times.__getitem__)
 
 
-def choose_config(batch: int, weights: ShuffledMatrix, num_sms: int) -> Config:
+def choose_config(batch: int, weights: ShuffledMatrix, num_sms: int) -> Config | StreamKConfig:
     """Return the tiles for a batch size, tuned on an H200 (`benchmarks/gpu_gemm.py --tune` tries them all).
 
     A block has 64 weight rows as long as that fills the GPU at most once; beyond, fewer and larger blocks read x less
@@ -190,10 +262,10 @@ def choose_config(batch: int, weights: ShuffledMatrix, num_sms: int) -> Config:
     layout, (row_tiles, k_tiles) = weights.layout, weights.tiles.shape[:2]
     tile_n = next((size for size in TILE_N if size >= batch), TILE_N[-1])
     two_sums = layout.grouped and layout.operands == "int8"  # of a group and of all: too many registers
-    if tile_n > 128 and layout.operand_bytes == 2:
+    if batch > 128 and not two_sums:
         return _wide_config(batch, layout, row_tiles, k_tiles, num_sms)
-    if tile_n > 128 and (two_sums or row_tiles * -(-batch // tile_n) < 0.7 * num_sms):
-        tile_n = 128
+    if tile_n >= 64 and row_tiles >= 3 * num_sms and layout.bits <= 4 and layout.operand_bytes == 2:
+        return stream_k_config(tile_n, layout)
     blocks = row_tiles * -(-batch // tile_n)
     split_k = 2 if blocks <= 0.6 * num_sms and k_tiles >= 16 else 1
     many, very_many = blocks > 1.36 * num_sms, blocks > 3 * num_sms
@@ -206,16 +278,11 @@ def choose_config(batch: int, weights: ShuffledMatrix, num_sms: int) -> Config:
         if many:
             rows, m_tiles, teams = (4, 2, 1) if very_many else (2, 1, 2)
             config = Config(64, rows, m_tiles, 1, teams, 8, 1, flush=False)
-    elif tile_n <= 128:
+    else:
         config = Config(tile_n, 1, 1, 1, 2, 8, split_k, flush=False)
         if many:
             rows, m_tiles = (4, 2) if very_many else (2, 1)
             config = Config(tile_n, rows, m_tiles, 1, 1, 8, 1, flush=False)
-    else:
-        pairs = -(-row_tiles // 2) * -(-batch // tile_n)
-        config = Config(tile_n, 2, 1, 1, 1, 8, 1, flush=False)
-        if pairs < 0.7 * num_sms:
-            config = Config(tile_n, 1, 1, 1, 2, 8, 1, flush=False)
     return fit_stages(config, layout, k_tiles, limit)
 
 
@@ -232,13 +299,22 @@ def fit_stages(config: Config, layout: Layout, k_tiles: int, limit: int = _SHARE
 
 
 @cache
-def load_kernel(layout: Layout, config: Config, dtype: torch.dtype, device: torch.device) -> CudaKernel:
-    cubin = compile_to_cubin(kernel_source(layout, config, dtype), GEMM_KERNEL, ARCHITECTURE)
-    return CudaKernel.load(cubin, GEMM_KERNEL, device, config.shared_bytes(layout))
+def load_kernel(layout: Layout, config: Config | StreamKConfig, dtype: torch.dtype, device: torch.device) -> CudaKernel:
+    name = STREAM_K_KERNEL if isinstance(config, StreamKConfig) else GEMM_KERNEL
+    cubin = compile_to_cubin(kernel_source(layout, config, dtype), name, ARCHITECTURE)
+    return CudaKernel.load(cubin, name, device, config.shared_bytes(layout))
 
 
-def kernel_source(layout: Layout, config: Config, dtype: torch.dtype) -> str:
+def kernel_source(layout: Layout, config: Config | StreamKConfig, dtype: torch.dtype) -> str:
     """Return the source of the GEMM with its definitions; `dtype` is that of the results."""
+    if isinstance(config, StreamKConfig):
+        assert not (layout.grouped and layout.operands == "int8")
+        shape = {
+            "TILE_N": config.tile_n, "ROW_TILES": config.row_tiles, "STAGES": config.stages,
+            "FOLD": int(layout.grouped), "SUM": "int" if layout.operands == "int8" else "float",
+        }  # fmt: skip
+        source = _read("hopper_stream_k.cu").replace("@PRODUCTS@", _products(layout, config.tile_n))
+        return _source({**_definitions(layout, dtype), **shape}, source)
     flush = layout.grouped and (layout.operands == "int8" or config.flush)
     integer = layout.operands == "int8"
     tiles = {
@@ -273,13 +349,29 @@ def _definitions(layout: Layout, dtype: torch.dtype) -> dict[str, object]:
     zero = layout.default_zero
     offset = 0x4B000000 | zero if layout.bits == 8 and bf16 else (lift | zero) * 0x10001
     return {
-        "FORMAT_INT": 0, "FORMAT_E2M1": 1, "FORMAT_E4M3": 2, "FORMAT": f"FORMAT_{layout.element.upper()}",
-        "BITS": layout.bits, "X_BYTES": layout.operand_bytes, "GROUPS": layout.groups,
-        "GROUP_LOOPS": layout.groups if layout.grouped or layout.zeros else 1, "SCALE_BYTES": layout.scale_bytes,
+        **_table_definitions(layout, torch.bfloat16 if bf16 else torch.float16),
+        "FORMAT_INT": 0, "FORMAT_E2M1": 1, "FORMAT_E4M3": 2, "FORMAT_TABLE": 3,
+        "FORMAT": f"FORMAT_{layout.element.upper()}", "BITS": layout.bits, "X_BYTES": layout.operand_bytes,
+        "GROUPS": layout.groups, "GROUP_LOOPS": layout.groups if layout.grouped or layout.zeros else 1,
+        "SCALE_BYTES": layout.scale_bytes,
         "ZERO_BYTES": int(layout.zeros), "SCALE_IS_BF16": int(layout.scale_dtype == "bfloat16"),
         "SCALE_E4M3": int(layout.scale_dtype == "e4m3"), "SCALES": "uint2" if layout.groups == 8 else "u32",
         "ZERO_OFFSET": f"0x{offset:08X}u", "HALF_IS_BF16": int(bf16), "PAIR": '"bf16x2"' if bf16 else '"f16x2"',
     }  # fmt: skip
+
+
+def _table_definitions(layout: Layout, dtype: torch.dtype) -> dict[str, object]:
+    """Return the values of codes: as floats, and in half precision, the low and the high bytes of four in a word."""
+    if not layout.table:
+        return {}
+    values = torch.tensor(layout.table)
+    octets = values.to(dtype).view(torch.uint8).reshape(4, 4, 2).tolist()
+    words = {
+        f"TABLE_{name}_{i}": f"0x{int.from_bytes(bytes(pair[side] for pair in four), 'little'):08X}u"
+        for side, name in enumerate(("LOW", "HIGH"))
+        for i, four in enumerate(octets)
+    }
+    return {**words, "TABLE_VALUES": ", ".join(f"{value!r}f" for value in values.tolist())}
 
 
 def _source(definitions: dict[str, object], kernel: str) -> str:

@@ -17,6 +17,7 @@ from smelt.kernels.gpu.matrix import Matrix
 from smelt.numerics.packing import pack, unpack
 
 HALF, E4M3 = (torch.bfloat16, torch.float16), torch.float8_e4m3fn
+HOPPER = (9, 0)
 TILE_ROWS, TILE_K = 64, 128
 
 
@@ -24,13 +25,14 @@ TILE_ROWS, TILE_K = 64, 128
 class Layout:
     """What the kernel must know of the weights: everything that is compiled into it."""
 
-    element: str  # int, e2m1 or e4m3
+    element: str  # int, e2m1, e4m3 or table
     bits: int
     operands: str  # dtype of both operands of wgmma: bfloat16, float16, int8 or float8_e4m3fn
     groups: int = 0  # scales (or zero points) of a row per tile; 0 if there are none in the tiles
     scale_dtype: str = ""  # of scales in the tiles: float16, bfloat16, float32, e4m3, e8m0; empty for per-row scales
     zeros: bool = False  # zero points are in the tiles
     default_zero: int = 0
+    table: tuple[float, ...] = ()  # values of the codes, for `table`
 
     @property
     def scale_bytes(self) -> int:
@@ -67,6 +69,10 @@ class ShuffledMatrix:
     columns: int
 
 
+def runs_on(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
+
+
 def layout_of(matrix: Matrix, operands: torch.dtype) -> Layout | None:
     """Return the layout of a matrix for operands of a dtype; None if the kernel does not support it."""
     name = str(operands).removeprefix("torch.")
@@ -92,6 +98,11 @@ def layout_of(matrix: Matrix, operands: torch.dtype) -> Layout | None:
         if groups not in (4, 8) or (operands == torch.float16 and matrix.scale_dtype == "e8m0"):
             return None
         return Layout("e2m1", 4, name, groups, matrix.scale_dtype)
+    if matrix.element == "table" and matrix.bits == 4 and operands in HALF and matrix.scale_dtype == "float":
+        assert matrix.table is not None
+        if groups > 4 or matrix.tensor is not None:
+            return None
+        return Layout("table", 4, name, groups, scale_dtype, table=tuple(matrix.table.tolist()))
     if matrix.element == "table" and matrix.bits == 8 and operands == E4M3 and matrix.scale_dtype == "float":
         return Layout("e4m3", 8, name, groups, scale_dtype) if groups <= 1 else None
     return None

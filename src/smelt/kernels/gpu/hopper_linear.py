@@ -20,8 +20,6 @@ from smelt.kernels.linear import ActivationQuant, PackedMatrix
 from smelt.numerics.integer import Integer
 
 GEMM_BATCH = 2048  # largest batch with weights dequantized in registers; beyond, the matrix is dequantized first
-SCALED_MM_BATCH = 256  # largest batch of E4M3 inputs for our kernel; beyond, PyTorch's is faster
-HOPPER = (9, 0)
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class HopperLinear:
         """Shuffle the weights of layers with the same inputs into one matrix, in this order; None if this GPU or the
         kernels do not support it."""
         device = parts[0].device
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
+        if not hopper_layout.runs_on(device):
             return None
         kernel = WeightOnly() if inputs is None else EightBit()
         if not all(kernel.supports(part, inputs, dtype) for part in parts):
@@ -51,6 +49,7 @@ class HopperLinear:
             return None
         try:
             hopper.load_dequantize(layout, device)  # fails early where kernels cannot be compiled
+            hopper.stream_k_workspace(device)  # before a CUDA graph is captured
         except CudaError:
             return None
         weights = hopper_layout.concatenate([hopper_layout.shuffle(matrix, layout) for matrix in matrices])
@@ -94,12 +93,10 @@ class HopperLinear:
 
     def path(self, batch: int) -> str:
         """Return `gemv`, `gemm`, or `expand` (dequantize first)."""
-        if self.inputs is not None:
-            expands = self.weights.layout.element == "e4m3" and batch > SCALED_MM_BATCH
-            return "expand" if expands else "gemm"
         if batch == 1 and self.has_gemv:
             return "gemv"
-        return "gemm" if batch <= GEMM_BATCH else "expand"
+        only_gemm = self.weights.layout.operands == "int8"  # PyTorch has no faster product
+        return "gemm" if batch <= GEMM_BATCH or only_gemm else "expand"
 
     def _half(self, x: Tensor, bias: Tensor | None) -> Tensor:
         path = self.path(len(x))

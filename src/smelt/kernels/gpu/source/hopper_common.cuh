@@ -21,6 +21,12 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Arrive without a branch: control flow between matrix instructions makes the compiler run them one after the other.
+__device__ __forceinline__ void barrier_arrive_if(bool condition, u32 barrier) {
+    asm volatile("{\n .reg .pred p;\n setp.ne.b32 p, %1, 0;\n @p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(barrier),
+                 "r"((int)condition) : "memory");
+}
+
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     asm volatile(
         "{\n .reg .pred done;\n"
@@ -28,10 +34,12 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         " @!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-__device__ __forceinline__ void copy_tile(u32 target, const u8* source, u32 bytes, u32 barrier) {
+constexpr u64 EVICT_FIRST = 0x12F0000000000000ULL, EVICT_NORMAL = 0x1000000000000000ULL;  // of the cache
+
+__device__ __forceinline__ void copy_tile(u32 target, const u8* source, u32 bytes, u32 barrier, u64 policy = EVICT_FIRST) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(target),
-        "l"(source), "r"(bytes), "r"(barrier), "l"(0x12F0000000000000ULL) : "memory");  // evict first: read once
+        "l"(source), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
 
 // Describe rows of 128 bytes in shared memory, swizzled, groups of 8 rows 1024 bytes apart, as an operand of wgmma whose

@@ -2,6 +2,9 @@
 // A warpgroup takes a tile; its rows leave through shared memory, so that stores are wide.
 
 typedef ELEMENT_TYPE Element;
+#if FORMAT == FORMAT_TABLE
+__constant__ float VALUES[16] = {TABLE_VALUES};
+#endif
 constexpr int STRIDE = TILE_K + 16 / sizeof(Element);
 
 extern "C" __global__ void __launch_bounds__(128) hopper_dequantize(
@@ -26,12 +29,16 @@ extern "C" __global__ void __launch_bounds__(128) hopper_dequantize(
             *(u32*)&results[to * STRIDE + step * 32 + i / 2 * 16 + 4 * quad] = fragment[i];
 #else
             float scale = factor;
-#if SCALE_BYTES && FORMAT == FORMAT_INT
+#if SCALE_BYTES && FORMAT != FORMAT_E2M1
             scale *= load_scale(tile + CODE_BYTES, 64 * group + to);
 #endif
             if (row_scale) scale *= row_scale[min((int)blockIdx.y * 64 + to, rows - 1)];
-            *(u32*)&results[to * STRIDE + step * 16 + i / 2 * 8 + 2 * quad] =
-                to_pair(from_half((u16)fragment[i]) * scale, from_half((u16)(fragment[i] >> 16)) * scale);
+            float low = from_half((u16)fragment[i]), high = from_half((u16)(fragment[i] >> 16));
+#if FORMAT == FORMAT_TABLE  // values in half precision would be rounded twice
+            low = VALUES[(words[step] >> (4 * i)) & 15];
+            high = VALUES[(words[step] >> (4 * i + 16)) & 15];
+#endif
+            *(u32*)&results[to * STRIDE + step * 16 + i / 2 * 8 + 2 * quad] = to_pair(low * scale, high * scale);
 #endif
         }
     }

@@ -36,13 +36,6 @@ constexpr int ACC = TILE_N / 2;                    // accumulators of a thread
 constexpr int CHAINS = TILE_N <= 16 ? 2 : 1;
 constexpr int CHUNK = K_STEPS / GROUP_LOOPS < 4 ? K_STEPS / GROUP_LOOPS : X_BYTES == 1 || TILE_N > 64 ? 2 : 4;  // instructions issued at a time
 
-// Copy the panels of a step; the map has the dimensions column in a panel, row, panel.
-__device__ __forceinline__ void copy_x(u32 target, const TensorMap* map, int row, int panel, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(target),
-        "l"(map), "r"(0), "r"(row), "r"(panel), "r"(barrier) : "memory");
-}
-
 // ------------------------------------------------------------------------------------------------- matrix products
 
 @PRODUCTS@

@@ -144,6 +144,22 @@ __device__ __forceinline__ void dequantize(u32 (&out)[4], const u32 (&words)[WOR
         out[i] = multiply(multiply(bits, 0x74007400u), factor[i & 1]);  // 2^14
 #endif
     }
+#elif FORMAT == FORMAT_TABLE
+    // Bytes of the values of four codes: a permutation looks up eight entries, another one selects between two halves
+    const u32 word = words[step];
+    u32 first[2], last[2];  // values of codes 0, 1 and of 2, 3, for both halves of the word
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const u32 codes = word >> (16 * half), entry = codes & 0x7777u, upper = ((codes >> 1) & 0x4444u) | 0x3210u;
+        const u32 low = __byte_perm(__byte_perm(TABLE_LOW_0, TABLE_LOW_1, entry), __byte_perm(TABLE_LOW_2, TABLE_LOW_3, entry), upper);
+        const u32 high = __byte_perm(__byte_perm(TABLE_HIGH_0, TABLE_HIGH_1, entry), __byte_perm(TABLE_HIGH_2, TABLE_HIGH_3, entry), upper);
+        first[half] = __byte_perm(low, high, 0x5140);
+        last[half] = __byte_perm(low, high, 0x7362);
+    }
+    out[0] = __byte_perm(first[0], first[1], 0x5410);
+    out[1] = __byte_perm(first[0], first[1], 0x7632);
+    out[2] = __byte_perm(last[0], last[1], 0x5410);
+    out[3] = __byte_perm(last[0], last[1], 0x7632);
 #elif BITS == 4  // to int8, 16 times as large; codes are in two's complement
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -171,4 +187,18 @@ __device__ __forceinline__ void load_words(u32 (&words)[WORDS], const u8* tile, 
 #pragma unroll
     for (int i = 0; i < WORDS / 4; i++) *(uint4*)&words[4 * i] = ((const uint4*)tile)[128 * i + thread];
 #endif
+}
+
+// Keep the compiler from dequantizing words earlier than here: it does not know that matrix instructions still read
+// registers that it would write.
+__device__ __forceinline__ void pin(u32 (&words)[WORDS]) {
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) asm volatile("" : "+r"(words[i]));
+}
+
+// Copy panels of x; the map has the dimensions column in a panel, row, panel.
+__device__ __forceinline__ void copy_x(u32 target, const TensorMap* map, int row, int panel, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(target),
+        "l"(map), "r"(0), "r"(row), "r"(panel), "r"(barrier) : "memory");
 }
