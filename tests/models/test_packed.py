@@ -26,8 +26,15 @@ from smelt.models.gguf import gguf_config, gguf_packed, gguf_tensors, read_gguf
 from smelt.models.gguf.blocks import FORMATS
 from smelt.models.load import load
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizedLinear, quantized_layers
-from smelt.numerics.catalog import format_name
+from smelt.models.quantized import (
+    DEQUANTIZED,
+    QuantizationScheme,
+    QuantizedLinear,
+    dequantize_without_kernel,
+    merge_dequantized,
+    quantized_layers,
+)
+from smelt.numerics.catalog import format_name, get_format
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.sampling_params import SamplingParams
 from tests.models.gguf_files import Gguf, Tensor, matrix
@@ -237,3 +244,26 @@ def test_the_bundled_model_packed(bundled: Path) -> None:
         for model in (dense, packed)
     ]
     assert answers[0] == answers[1] and all(len(answer) == 32 for answer in answers[0])
+
+
+@pytest.mark.parametrize("inputs", [None, "int8"])
+def test_dequantized_layers_merge_into_a_plain_one(inputs: str | None) -> None:
+    scheme = QuantizationScheme(get_format("nf3"), None if inputs is None else get_format(inputs))
+    layers = [
+        QuantizedLinear.from_quantized(
+            scheme.weight.quantize(torch.randn(rows, 64)), scheme, bias=None, dtype=torch.float64
+        )
+        for rows in (8, 24)
+    ]
+    x = torch.randn(3, 64, dtype=torch.float64)  # no kernel has float64
+    expected = torch.cat([layer(x) for layer in layers], dim=1)
+    assert merge_dequantized(layers) is None, "they are packed"
+    assert dequantize_without_kernel(torch.nn.ModuleList(layers), torch.float64) == layers
+    merged = merge_dequantized(layers)
+    if inputs is not None:
+        assert merged is None, "a plain layer would not quantize its inputs"
+        return
+    assert merged is not None and [layer.backend for layer in layers] == [DEQUANTIZED] * 2
+    torch.testing.assert_close(merged(x), expected)
+    torch.testing.assert_close(torch.cat([layer(x) for layer in layers], dim=1), expected)
+    assert layers[1].dequantized_weight.data_ptr() == merged.weight[8:].data_ptr(), "the memory is taken twice"

@@ -70,6 +70,10 @@ class LinearKernel(ABC):
         """Compute once what the kernel needs besides the packed tensors."""
         return None
 
+    def dequantizes(self, packed: PackedMatrix) -> bool:
+        """Return whether every product dequantizes the matrix first: doing it once is faster, if memory allows."""
+        return False
+
     @abstractmethod
     def run(
         self, x: Tensor, packed: PackedMatrix, inputs: ActivationQuant | None, bias: Tensor | None, prepared: Any
@@ -83,6 +87,9 @@ class ReferenceLinear(LinearKernel):
     name = dispatch.REFERENCE
 
     def supports(self, packed: PackedMatrix, inputs: ActivationQuant | None, dtype: torch.dtype) -> bool:
+        return True
+
+    def dequantizes(self, packed: PackedMatrix) -> bool:
         return True
 
     def run(

@@ -6,7 +6,7 @@ kernel computes the matmul; `backend` names the selected kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from smelt.errors import FormatError, ModelError
-from smelt.kernels.dispatch import REFERENCE, forced_backend
+from smelt.kernels.dispatch import forced_backend
 from smelt.kernels.hadamard import hadamard_transform
 from smelt.kernels.linear import ActivationQuant, LinearKernel, PackedMatrix, select_kernel
 from smelt.numerics.catalog import format_name, get_format
@@ -217,6 +217,14 @@ class QuantizedLinear(nn.Module):
         return self._moved is not None
 
     @property
+    def dequantized_weight(self) -> Tensor:
+        """The weight [out, in] of a layer that `dequantize_without_kernel` has dequantized."""
+        assert self._moved is not None and isinstance(self._moved[0], partial)
+        weight = self._moved[0].args[0]
+        assert isinstance(weight, Tensor)
+        return weight
+
+    @property
     def packed(self) -> PackedMatrix:
         if self.moved:
             raise ModelError("an engine has rearranged the weights of this layer; load the model again.")
@@ -282,17 +290,41 @@ class QuantizedLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, {self.scheme.to_json()}"
 
 
+def lacks_kernel(layer: QuantizedLinear, dtype: torch.dtype) -> bool:
+    """Return whether every forward would dequantize the weights first. False while a backend is forced."""
+    if forced_backend() or layer.moved:
+        return False
+    return select_kernel(layer.packed, layer.inputs, dtype).dequantizes(layer.packed)
+
+
 def dequantize_without_kernel(network: nn.Module, dtype: torch.dtype) -> list[QuantizedLinear]:
     """Dequantize the weights of layers that have no kernel here, once, instead of at every forward; return the layers.
 
     The packed weights are freed. Nothing happens while a backend is forced.
     """
-    layers = [] if forced_backend() else [layer for layer in quantized_layers(network).values() if not layer.moved]
-    plain = [layer for layer in layers if select_kernel(layer.packed, layer.inputs, dtype).name == REFERENCE]
+    plain = [layer for layer in quantized_layers(network).values() if lacks_kernel(layer, dtype)]
     for layer in plain:
         weight, inputs = layer.weight.to(dtype), layer.inputs
         layer.move_weights(partial(_multiply, weight, inputs), slice(None), DEQUANTIZED)
     return plain
+
+
+def merge_dequantized(layers: Sequence[nn.Module]) -> nn.Linear | None:
+    """Merge layers that were dequantized, with the same inputs, into a plain one; they become views of it, so that no
+    memory is added. None if they do anything else than to multiply by their weights."""
+    quantized = [layer for layer in layers if isinstance(layer, QuantizedLinear) and layer.backend == DEQUANTIZED]
+    extras = any(layer.bias is not None or layer.round_inputs is not None for layer in quantized)
+    if len(quantized) < len(layers) or extras:
+        return None
+    schemes = [layer.scheme for layer in quantized]
+    if any(scheme.rank or scheme.hadamard or scheme.inputs is not None for scheme in schemes):
+        return None
+    weight = torch.cat([layer.dequantized_weight for layer in quantized])
+    for layer, view in zip(quantized, weight.split([layer.out_features for layer in quantized]), strict=True):
+        layer.move_weights(partial(_multiply, view, None), slice(None), DEQUANTIZED)
+    merged = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    merged.weight = nn.Parameter(weight, requires_grad=False)
+    return merged
 
 
 def _multiply(weight: Tensor, inputs: ActivationQuant | None, x: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from smelt.kernels.gpu.hopper_linear import HopperLinear
 from smelt.kernels.gpu.nvrtc import compile_all
 from smelt.kernels.gpu.rope import RotaryParams
 from smelt.kernels.gpu.vector import fused_gemv
-from smelt.models.quantized import QuantizedLinear
+from smelt.models.quantized import QuantizedLinear, merge_dequantized
 from smelt.runtime.decoder import Attention, Decoder, FeedForward, Norm, merge_linears
 
 # Queries, keys and values of all heads [tokens, heads * head_dim], before RoPE -> [tokens, heads * head_dim]
@@ -91,7 +91,9 @@ class FusedLinear:
     def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.product = _move_to_hopper(layers, dtype)
-        merged = layers[0] if len(layers) == 1 else None if self.product is not None else merge_linears(layers)
+        merged: nn.Module | None = merge_dequantized(layers)
+        if merged is None:
+            merged = layers[0] if len(layers) == 1 else None if self.product is not None else merge_linears(layers)
         self.layers = list(layers) if merged is None else [merged]
         plain = merged is not None and type(merged) is nn.Linear
         self.fuses_gemv = plain or (self.product is not None and self.product.has_gemv)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smelt.kernels.gpu import launch
+from smelt.kernels.gpu import hopper_layout, launch
 from smelt.kernels.gpu.arch import PTX
 from smelt.kernels.gpu.matrix import Matrix, describe
 from smelt.kernels.gpu.operators import eight_bit, weight_only
@@ -29,6 +29,12 @@ class WeightOnly(LinearKernel):
     def supports(self, packed: PackedMatrix, inputs: ActivationQuant | None, dtype: torch.dtype) -> bool:
         supported = isinstance(packed.format, Integer | Scaled)
         return supported and inputs is None and dtype in HALF and runs_on(packed.device)
+
+    def dequantizes(self, packed: PackedMatrix) -> bool:
+        matrix = describe(packed)
+        if hopper_layout.runs_on(packed.device) and hopper_layout.layout_of(matrix, torch.bfloat16) is not None:
+            return False  # the engine has another kernel
+        return all(launch.weight_only_path(batch, matrix) == "expand" for batch in (1, 16))
 
     def prepare(self, packed: PackedMatrix, inputs: ActivationQuant | None) -> Matrix:
         return describe(packed)

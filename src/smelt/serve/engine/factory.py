@@ -119,6 +119,8 @@ def build(model: Model, config: EngineConfig, adapters: Adapters) -> tuple[Sched
         quantize_lm_head(model.network, get_format(f"{config.lm_head_dtype}/row"))
     resolved = _ResolvedConfig(model, config, adapters, config.resolve_max_model_len(model), dtype)
     cache = config.kv_cache
+    if resolved.runs_fused:
+        _dequantize_plain_layers(model)  # before the KV cache takes what memory is left
     if cache.kv_token_cap is not None:
         built = _build_bounded(resolved, cache.kv_token_cap)
     elif cache.page_selection is not None:
@@ -128,7 +130,7 @@ def build(model: Model, config: EngineConfig, adapters: Adapters) -> tuple[Sched
     else:
         built = _build_paged(resolved)
     if config.tensor_parallel_size == 1:
-        _dequantize_plain_layers(model)
+        _dequantize_plain_layers(model)  # those that the runner has not taken over
     return built
 
 
