@@ -44,6 +44,11 @@ class ProgressBars:
             self._progress.remove_task(task)
 
 
+def show_cursor() -> None:
+    """Show the cursor of the terminal again after a process with progress bars was killed."""
+    Console(stderr=True).show_cursor()
+
+
 @contextmanager
 def progress_bars() -> Iterator[Progress]:
     """Yield progress bars on a terminal, a NullProgress elsewhere."""

@@ -6,12 +6,16 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.serve.server_process import NAME, PATIENCE, Server, start, write_model
 
@@ -134,3 +138,22 @@ def test_a_port_in_use_and_a_missing_extra(server: Server, model_folder: Path) -
     )
     missing = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert missing.returncode == 2 and "pip install 'smelt[serve]'" in missing.stderr
+
+
+@pytest.mark.parametrize("until", [b"0/1", b"is served at"])
+def test_a_terminal_shows_the_progress_of_a_start(model_folder: Path, until: bytes) -> None:
+    """And its cursor again, also if the engine is stopped while it loads."""
+    terminal, theirs = pty.openpty()
+    command = [sys.executable, "-m", "smelt.cli.main", "serve", str(model_folder), "--port", "0"]
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"})
+    os.close(theirs)
+    shown, stopped = b"", False
+    with suppress(OSError), os.fdopen(terminal, "rb", buffering=0) as output:  # an error: all processes have ended
+        while piece := output.read(65536):
+            shown += piece
+            if not stopped and until in shown:
+                stopped = True
+                process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE) == 0, shown
+    assert b"loading the model" in shown and b"0/1" in shown
+    assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l"), "the cursor stays hidden"

@@ -7,7 +7,7 @@ shorter path, with norms, gates and residual additions fused into the GEMVs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,11 @@ from smelt.runtime.decoder import Attention, Decoder, FeedForward, Norm, merge_l
 Attend = Callable[[Tensor, Attention], Tensor]
 
 
+def compile_kernels(sources: set[str]) -> Iterator[bytes]:
+    """Compile matmuls before they are needed; yield as they are done."""
+    return compile_all(sources, GEMM_KERNEL, ARCHITECTURE)
+
+
 class FusedNetwork:
     """Compute hidden states and logits from embedded tokens; the caller provides the attention function."""
 
@@ -52,14 +57,13 @@ class FusedNetwork:
         self._output_projections = [FusedLinear([part.output], dtype) for part in network.parts]
         self._lm_head = FusedLinear([network.lm_head], dtype)
 
-    def compile_kernels(self) -> None:
-        """Compile the matmuls of every batch size, so that no later step has to."""
+    def kernel_sources(self) -> set[str]:
+        """Return the sources of the matmuls of every batch size, for `compile_kernels`."""
         linears = (*self._input_projections, *self._output_projections, self._lm_head)
         products = [linear.product for linear in linears if linear.product is not None]
         shapes = {(product.weights.layout, *product.weights.tiles.shape): product for product in products}
         dtype = self.decoder.embedding.dtype
-        sources = {source for product in shapes.values() for source in product.kernel_sources(dtype)}
-        compile_all(sources, GEMM_KERNEL, ARCHITECTURE)
+        return {source for product in shapes.values() for source in product.kernel_sources(dtype)}
 
     def hidden(self, hidden: Tensor, attend: Attend) -> Tensor:  # [tokens, width] -> the same
         """Run all layers in place and return the hidden states before the final norm."""

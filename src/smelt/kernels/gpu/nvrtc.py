@@ -11,7 +11,7 @@ import hashlib
 import os
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -56,10 +56,10 @@ def compile_to_cubin(source: str, name: str, architecture: str) -> bytes:
     return cubin.raw
 
 
-def compile_all(sources: Iterable[str], name: str, architecture: str) -> None:
-    """Compile many sources into the cache, in parallel."""
+def compile_all(sources: Iterable[str], name: str, architecture: str) -> Iterator[bytes]:
+    """Compile many sources into the cache, in parallel; yield as they are done."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda source: compile_to_cubin(source, name, architecture), sources))
+        yield from pool.map(lambda source: compile_to_cubin(source, name, architecture), sources)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from smelt.errors import ModelError, RequestError
 from smelt.kvcache.streaming.text import TextStream
 from smelt.models.load import load, skeleton
 from smelt.models.model import Model
+from smelt.progress import NullProgress, Progress
 from smelt.serve.engine.adapters import Adapters
 from smelt.serve.engine.blocks import BlockPool
 from smelt.serve.engine.config import EngineConfig
@@ -83,12 +84,13 @@ class Engine:
         head = self.config.lm_head_dtype
         return self.runner.backend + (f", {head} LM head" if head is not None else "")
 
-    def warmup(self, lengths: Sequence[int] | None = None) -> None:
+    def warmup(self, lengths: Sequence[int] | None = None, progress: Progress | None = None) -> None:
         """Compile and capture before the first request: steps of every batch size, and prompts of these lengths; by
         default those that a GPU needs, and none on CPU."""
-        self.runner.warmup()
+        progress = progress or NullProgress()
+        self.runner.warmup(progress)
         counts = dict(self._counts)
-        for batch in self._warmup_lengths() if lengths is None else [lengths]:
+        for batch in progress.track(self._warmup_lengths() if lengths is None else [lengths], "warming up"):
             self._run_warmup(batch)
         self.scheduler.cache_manager.drop_sessions()
         self._counts = counts

@@ -19,6 +19,7 @@ from smelt.measure.memory import free_memory
 from smelt.models.model import Model
 from smelt.models.quantized import dequantize_without_kernel, quantize_lm_head, quantized_layers
 from smelt.numerics.catalog import format_name, get_format
+from smelt.progress import Progress
 from smelt.runtime import decoder
 from smelt.serve.engine.adapters import Adapters
 from smelt.serve.engine.attention import block_bytes, kv_quant_format, row_bytes
@@ -54,7 +55,7 @@ class Runner(Protocol):
     def backend(self) -> str:
         """Return what computes a step."""
 
-    def warmup(self) -> None:
+    def warmup(self, progress: Progress) -> None:
         """Compile and capture what would otherwise be made on first use."""
 
     def launch(self, batch: ScheduledBatch) -> InflightBatch: ...

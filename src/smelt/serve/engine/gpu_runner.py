@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from smelt.models.model import Model
+from smelt.progress import Progress
 from smelt.runtime.decoder import build_decoder
 from smelt.serve.engine.adapters import Adapters, uses_adapters
 from smelt.serve.engine.block_table import ToDevice
@@ -94,14 +95,20 @@ class GpuRunner:
         return f"{self.name}{self.pages.name}{' with CUDA graphs' if self.cuda_graphs else ''}"
 
     @torch.inference_mode()
-    def warmup(self) -> None:
+    def warmup(self, progress: Progress) -> None:
         """Compile all kernels, and capture every batch size, the largest first: the others reuse its memory."""
+        from smelt.runtime.gpu import compile_kernels
+
         if self.cuda_graphs:
-            self.network.compile_kernels()
-            for size in reversed(PREFILL_SIZES if isinstance(self.pages, PagedGpuPages) else ()):
+            sources = self.network.kernel_sources()
+            for _ in progress.track(compile_kernels(sources), "compiling kernels", len(sources)):
+                pass
+            prefill = PREFILL_SIZES if isinstance(self.pages, PagedGpuPages) else ()
+            for size in progress.track(prefill[::-1], "capturing prompts"):
                 self._captured_prefill_graph(size)
             max_size = next(size for size in CAPTURE_SIZES if size >= min(self.max_num_seqs, CAPTURE_SIZES[-1]))
-            for size in reversed([size for size in CAPTURE_SIZES if size <= max_size]):
+            decode = [size for size in CAPTURE_SIZES if size <= max_size]
+            for size in progress.track(decode[::-1], "capturing batch sizes"):
                 self._captured_graph(size)
 
     @torch.inference_mode()

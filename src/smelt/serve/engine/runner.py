@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.models.model import Model
+from smelt.progress import Progress
 from smelt.runtime.cpu import CompiledNetwork, unsupported_reason
 from smelt.serve.engine.adapters import Adapters, uses_adapters
 from smelt.serve.engine.attention import ATTN_IMPLEMENTATION, AttentionFn, PagedCache, paged_attention_fn, use_attention
@@ -79,7 +80,7 @@ class ModelRunner:
         """Return what computes a step."""
         return f"{'eager' if self.compiled is None else self.compiled.name}{backend_suffix(self.kv_cache_dtype)}"
 
-    def warmup(self) -> None:
+    def warmup(self, progress: Progress) -> None:
         """Do nothing: nothing is compiled on first use."""
 
     @torch.inference_mode()

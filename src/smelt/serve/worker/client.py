@@ -16,6 +16,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from smelt.errors import RequestError, SmeltError
+from smelt.progress import show_cursor
 from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.worker.messages import (
     AbortSample,
@@ -193,6 +194,7 @@ class EngineClient:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
+            show_cursor()  # its progress bars may have hidden it
 
     def _send(self, message: WorkerMessage) -> None:
         self._outgoing.put(message)

@@ -38,6 +38,7 @@ class EngineWorker:
     def __init__(self, pipe: Pipe) -> None:
         from smelt.models.load import resolve, skeleton
         from smelt.models.model import Model
+        from smelt.progress import progress_bars
         from smelt.serve.engine.engine import Engine
 
         start = pipe.receive()
@@ -48,8 +49,10 @@ class EngineWorker:
             pipe.send(NotALanguageModel(self.folder, task))
             raise EOFError
         # By name, not by folder: a bundled model's name also says in which format it is served.
-        self.engine = Engine(start.model, **start.options)
-        self.engine.warmup()
+        with progress_bars() as progress:
+            for name in progress.track([start.model], "loading the model"):
+                self.engine = Engine(name, **start.options)
+            self.engine.warmup(progress=progress)
         self._samples: dict[str, list[Request | None]] = {}  # by request id; None: this sample has finished
         self._ids: dict[Request, tuple[str, int]] = {}
         pipe.send(self._ready())

@@ -12,6 +12,7 @@ from torch import Tensor
 from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.kvcache.rope import rope_functions
 from smelt.models.model import Model
+from smelt.progress import Progress
 from smelt.runtime.cpu import CompiledNetwork, unsupported_reason
 from smelt.serve.engine.adapters import Adapters, uses_adapters
 from smelt.serve.engine.attention import ATTN_IMPLEMENTATION
@@ -50,7 +51,7 @@ class PerHeadRunner:
         base = "eager" if self.compiled is None else self.compiled.name
         return f"{base}, per-head cache{backend_suffix(self.kv_cache_dtype)}"
 
-    def warmup(self) -> None:
+    def warmup(self, progress: Progress) -> None:
         """Do nothing: nothing is compiled on first use."""
 
     @torch.inference_mode()
