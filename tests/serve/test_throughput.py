@@ -129,6 +129,9 @@ def test_a_slower_model_is_explained() -> None:
     assert sentence is not None and "0.90x with 64 at a time" in sentence and "input_activations" in sentence
     assert "guard: speed" in sentence
     assert "guard: speed" not in str(explain_slowdown(slow, base, guarded=True))  # it is no remedy any more
+    slow_alone = timed({1: 80.0, 64: 900.0}, layers={"hopper": 8})
+    sentence = explain_slowdown(slow_alone, base)
+    assert sentence is not None and "another format" in sentence and "many tokens" not in sentence
     for changed, cause in (
         (replace(slow, layer_backends=backends({"dequantized at load": 8})), "8 layers have no kernel"),
         (replace(slow, backend="eager"), "runs as 'eager'"),

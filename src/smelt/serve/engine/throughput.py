@@ -34,6 +34,7 @@ from smelt.serve.engine.request import Request
 from smelt.serve.engine.sampling_params import SamplingParams
 
 STREAMS = (1, 8, 64)  # and the largest batch that fits
+FEW_STREAMS = 8  # fewer are not limited by arithmetic
 MAX_TRACE_REQUESTS = 100_000
 Say = Callable[[str], None]
 
@@ -305,6 +306,11 @@ def explain_slowdown(
         return sentence + f"it runs as {new.backend!r}, the base model as {base.backend!r}."
     if any(not name.startswith("dense") for name in new.layers):
         guard = "" if guarded else "leave slower layers unquantized with `guard: speed`, "
+        if min(row["streams"] for row in slower) < FEW_STREAMS:  # there, time is the bytes that are read
+            return sentence + (
+                f"this device multiplies these packed weights more slowly than dense ones; {guard}or choose another "
+                "format (`smelt bench --engine` compares two)."
+            )
         return sentence + (
             "with many tokens per step, dequantizing weights costs more than reading fewer bytes saves; quantize the "
             f"activations too (`input_activations: int8` or fp8-e4m3), {guard}or serve smaller batches."
