@@ -1,4 +1,4 @@
-"""Propose mutations of a file for `mutations.yaml`: a random sample, the same in every run.
+"""Propose mutations of a file for `mutations.yaml` or `kernels.yaml`: a random sample, the same in every run.
 
     python -m tests.mutants.propose measure/paired.py 10
 
@@ -7,6 +7,8 @@ calls, `break` for `continue`, flipped booleans, and numbers that are off by one
 messages (f-strings, `raise`, printing), annotations, decorators, default arguments, assertions, module constants,
 integers above 2 and floats below 1e-6, which are limits and tolerances, powers such as 2**20, path joins, and arguments
 such as `strict`, which only check what already holds. A line is changed once at most.
+
+In C++ and CUDA sources, candidates are operators and small integers as text, outside of comments and the preprocessor.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import ast
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -135,14 +138,39 @@ class _Candidates(ast.NodeVisitor):
         self._replace(node, "break")
 
 
+_CPP_OPERATORS = {
+    " + ": " - ", " - ": " + ", " * ": " + ", " / ": " * ", " % ": " / ", " < ": " <= ", " <= ": " < ", " > ": " >= ",
+    " == ": " != ", " != ": " == ", " && ": " || ", " || ": " && ", " << ": " >> ", " >> ": " << ", " & ": " | ",
+    " | ": " ^ ", " ^ ": " | ", "min(": "max(", "max(": "min(",
+}  # fmt: skip
+_CPP_CHANGE = re.compile("|".join(map(re.escape, _CPP_OPERATORS)) + r"|(?<![\w.])[012](?![\w.])")
+_CPP_SKIPPED = ("#", "//", "*", "template", "typedef", "static_assert", "constexpr", "using", "namespace", '"')
+
+
+def _cpp_changes(lines: list[bytes]) -> list[Change]:
+    """Return the possible changes of a C++ or CUDA source."""
+    changes = []
+    for number, line in enumerate(lines, 1):
+        code = line.decode().partition("//")[0]
+        if code.strip().startswith(_CPP_SKIPPED) or "asm" in code or ("for (" in code and "++" not in code):
+            continue
+        for match in _CPP_CHANGE.finditer(code):
+            new = _CPP_OPERATORS.get(match[0]) or str(int(match[0]) + 1)
+            start = len(code[: match.start()].encode())
+            changes.append((number, start, start + len(match[0].encode()), new))
+    return changes
+
+
 def propose(file: str, count: int) -> list[tuple[str, str]]:
     """Return at most `count` pairs of a line that occurs once in the file and its replacement."""
-    candidates = _Candidates((SOURCE / file).read_text())
-    stripped = [line.strip() for line in candidates.lines]
-    random.Random(file).shuffle(candidates.changes)
+    source = (SOURCE / file).read_text()
+    lines = source.encode().split(b"\n")
+    changes = _Candidates(source).changes if file.endswith(".py") else _cpp_changes(lines)
+    stripped = [line.strip() for line in lines]
+    random.Random(file).shuffle(changes)
     chosen: dict[int, tuple[str, str]] = {}
-    for number, start, end, new in candidates.changes:
-        line = candidates.lines[number - 1]
+    for number, start, end, new in changes:
+        line = lines[number - 1]
         if number not in chosen and stripped.count(line.strip()) == 1 and len(chosen) < count:
             chosen[number] = line.decode().strip(), (line[:start] + new.encode() + line[end:]).decode().strip()
     return [pair for _, pair in sorted(chosen.items())]

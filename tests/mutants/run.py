@@ -1,6 +1,7 @@
 """Mutation testing: make each small change of `mutations.yaml` in a copy of the source and run its closest tests.
 
-    python -m tests.mutants.run [--file measure/paired.py] [--jobs 2] [--json FILE [--resume]]
+    python -m tests.mutants.run [--list tests/mutants/kernels.yaml] [--file measure/paired.py] [--jobs 2]
+                                [--json FILE [--resume]]
 
 A mutation is killed if a test fails or uses far more CPU time than before. One that survives is a gap in the tests,
 unless its entry says why no test can notice it. One that keeps test files from being imported proves nothing and is an
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
 import resource
@@ -56,7 +58,7 @@ class Mutation:
         lines = source.split("\n")
         matches = [number for number, line in enumerate(lines) if line.strip() == self.old]
         if len(matches) != 1:
-            raise ValueError(f"{self.file}: {len(matches)} lines are {self.old!r}; update {LIST.name}.")
+            raise ValueError(f"{self.file}: {len(matches)} lines are {self.old!r}; update the list of mutations.")
         line = lines[matches[0]]
         lines[matches[0]] = line[: len(line) - len(line.lstrip())] + self.new
         return "\n".join(lines)
@@ -77,6 +79,7 @@ def read_mutations(path: Path = LIST) -> list[Mutation]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run the tests against every mutation of mutations.yaml.")
+    parser.add_argument("--list", type=Path, default=LIST, help="of mutations; kernels.yaml has those of kernels")
     parser.add_argument("--file", action="append", help="only mutations of this file (repeatable)")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write all outcomes here, and a table beside it as .md")
@@ -84,7 +87,8 @@ def main() -> int:
         "--resume", action="store_true", help="run only what the file of --json does not have as killed"
     )
     options = parser.parse_args()
-    mutations = [mutation for mutation in read_mutations() if not options.file or mutation.file in options.file]
+    listed = read_mutations(options.list)
+    mutations = [mutation for mutation in listed if not options.file or mutation.file in options.file]
     outcomes = (
         [outcome for outcome in _read_killed(options.json) if outcome.mutation in mutations] if options.resume else []
     )
@@ -96,8 +100,9 @@ def main() -> int:
         ):
             outcomes.append(outcome)
             if options.json:
-                _write(options.json, sorted(outcomes, key=lambda outcome: mutations.index(outcome.mutation)))
-    print(summarize(outcomes))
+                ordered = sorted(outcomes, key=lambda outcome: mutations.index(outcome.mutation))
+                _write(options.json, ordered, len(listed))
+    print(summarize(outcomes, len(listed)))
     others = [outcome for outcome in outcomes if outcome.result != "killed"]
     explained = all(outcome.result == "survived" and outcome.mutation.reason for outcome in others)
     return int(not explained or len(others) > MAX_SURVIVORS * len(outcomes))
@@ -108,18 +113,18 @@ def _read_killed(path: Path) -> list[Outcome]:
     return [Outcome(Mutation(**row["mutation"]), row["result"], row["by"]) for row in rows if row["result"] == "killed"]
 
 
-def _write(path: Path, outcomes: list[Outcome]) -> None:
+def _write(path: Path, outcomes: list[Outcome], listed: int) -> None:
     path.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1, ensure_ascii=False) + "\n")
-    path.with_suffix(".md").write_text(summarize(outcomes))
+    path.with_suffix(".md").write_text(summarize(outcomes, listed))
 
 
-def summarize(outcomes: list[Outcome]) -> str:
-    """Return a Markdown table with one row per file, and the mutations that were not killed."""
+def summarize(outcomes: list[Outcome], listed: int) -> str:
+    """Return a Markdown table with one row per file, and the mutations that were not killed, of all that are listed."""
     lines = ["# Mutation testing", "", "| file | mutations | killed | survived |", "| --- | ---: | ---: | ---: |"]
     for name in [*dict.fromkeys(outcome.mutation.file for outcome in outcomes), "all files"]:
         results = [outcome.result for outcome in outcomes if name in ("all files", outcome.mutation.file)]
         lines.append(f"| {name} | {len(results)} | {results.count('killed')} | {results.count('survived')} |")
-    pending = len(read_mutations()) - len(outcomes)
+    pending = listed - len(outcomes)
     if pending > 0:
         lines += ["", f"{pending} mutations of the list have no result yet (`--resume` runs them) and are not counted."]
     for outcome in outcomes:
@@ -183,7 +188,8 @@ def _import_libraries() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # threads do not survive a fork
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # importing all plugins takes longer than most tests
     for name in _LIBRARIES:
-        importlib.import_module(name)
+        if importlib.util.find_spec(name.partition(".")[0]):
+            importlib.import_module(name)
     hypothesis.settings.register_profile("mutants", derandomize=True, database=None, phases=[hypothesis.Phase.generate])
     hypothesis.settings.load_profile("mutants")  # the same examples in every run, and no search for smaller ones
     sys.modules["torch"].set_num_threads(1)

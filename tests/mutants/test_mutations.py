@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.propose import SOURCE, propose
-from tests.mutants.run import MAX_SURVIVORS, ROOT, Mutation, Outcome, read_mutations, summarize
+from tests.mutants.run import LIST, MAX_SURVIVORS, ROOT, Mutation, Outcome, read_mutations, summarize
 
-MUTATIONS = read_mutations()
+MUTATIONS, KERNEL_MUTATIONS = read_mutations(), read_mutations(LIST.with_name("kernels.yaml"))
 
 
 def test_there_are_enough_and_few_are_excused() -> None:
@@ -17,12 +17,14 @@ def test_there_are_enough_and_few_are_excused() -> None:
     assert sum(bool(mutation.reason) for mutation in MUTATIONS) <= MAX_SURVIVORS * len(MUTATIONS)
 
 
-@pytest.mark.parametrize("file", dict.fromkeys(mutation.file for mutation in MUTATIONS))
+@pytest.mark.parametrize("file", dict.fromkeys(mutation.file for mutation in MUTATIONS + KERNEL_MUTATIONS))
 def test_every_mutation_applies_once_and_compiles(file: str) -> None:
     source = (SOURCE / file).read_text()
-    for mutation in MUTATIONS:
+    for mutation in MUTATIONS + KERNEL_MUTATIONS:
         if mutation.file == file:
-            compile(mutation.apply(source), file, "exec")
+            changed = mutation.apply(source)
+            if file.endswith(".py"):
+                compile(changed, file, "exec")
             assert mutation.old != mutation.new
             assert all((ROOT / word).exists() for word in mutation.tests.split() if word.startswith("tests/"))
 
@@ -31,7 +33,7 @@ def test_a_line_that_is_gone_or_repeated_is_named() -> None:
     mutation = Mutation("x.py", "a = 1", "a = 2", "tests")
     assert mutation.apply("if b:\n    a = 1\n") == "if b:\n    a = 2\n"
     for source in ("a = 3\n", "a = 1\na = 1\n"):
-        with pytest.raises(ValueError, match=r"x\.py: [02] lines are 'a = 1'; update mutations\.yaml"):
+        with pytest.raises(ValueError, match=r"x\.py: [02] lines are 'a = 1'; update the list"):
             mutation.apply(source)
 
 
@@ -47,6 +49,6 @@ def test_proposals_are_the_same_in_every_run_and_leave_settings_alone(
 
 def test_the_table_counts_per_file_and_gives_reasons() -> None:
     changed = Mutation("x.py", "a = 1", "a = 2", "tests", "the same value")
-    text = summarize([Outcome(changed, "survived"), Outcome(Mutation("x.py", "b", "c", "tests"), "killed", "test")])
+    text = summarize([Outcome(changed, "survived"), Outcome(Mutation("x.py", "b", "c", "tests"), "killed", "test")], 2)
     assert "| x.py | 2 | 1 | 1 |" in text and "| all files | 2 | 1 | 1 |" in text
     assert "x.py, survived: the same value" in text and "- a = 1\n+ a = 2" in text
