@@ -177,13 +177,13 @@ def test_many_tokens(name: str, library: Any, monkeypatch: pytest.MonkeyPatch) -
     """Without a dense product: every result is close to float64, and without AMX the same as that of a token alone."""
     monkeypatch.setattr(operator, "MIN_DENSE_TOKENS", operator.UNLIMITED)
     for kernel, inputs in ((kernels.FloatLinear(library), None), (kernels.Int8Linear(library), INPUTS["int8"])):
-        for rows, columns in ((33, 576), (5, 100), (17, 31), (48, 1040)):
+        for rows, columns in ((33, 576), (5, 100), (17, 31), (48, 1040), (20, 4160)):
             matrix = packed(name, rows, columns)
             if not kernel.supports(matrix, inputs, torch.float32):
                 continue
             bias, prepared = torch.randn(rows), kernel.prepare(matrix, inputs)
             has_amx = library.smelt_has_gemm(prepared.tasks[torch.float32].address)
-            for tokens in (5, 16, 18, 40):
+            for tokens in (5, 16, 18, 40, 100):  # 100 of the widest do not fit into the cache
                 x = torch.randn(tokens, columns)
                 y = kernel.run(x, matrix, inputs, bias, prepared)
                 assert error(x, y, matrix, inputs, bias) < 1e-6, (rows, columns, tokens)
@@ -235,7 +235,7 @@ def test_a_token_is_independent_of_its_small_batch() -> None:
 
 
 @compiled
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("tokens", [1, 5, 13])
 def test_extreme_scales(tokens: int) -> None:
     for value in (0.0, 2.0**-24, 6e-8, 65504.0, math.nan):
         for name in ("int8-asym/32@float16", "int4/32@float16", "int3/32@float16", "dint4/32@float16"):
@@ -254,7 +254,7 @@ def test_extreme_scales(tokens: int) -> None:
 
 
 @compiled
-@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize("tokens", [1, 7, 13])
 def test_extreme_inputs(tokens: int) -> None:
     """Zeros, subnormal and huge numbers, infinities (which saturate when quantized) and NaN (which propagates)."""
     matrix = packed("int8/32@float16", 24, 64)

@@ -1,22 +1,27 @@
-// GEMV for four tokens at a time: each row of the matrix is read once, dequantized to float32 in registers and
-// multiplied with the inputs of these tokens. All in float32; the sums of a row do not depend on other rows, so that
-// the result is the same for any number of threads. Codes are multiplied before scales: inputs beyond 1e36 overflow.
+// Products in float32. Few tokens: each row of the matrix is read once, decoded in registers and multiplied with the
+// inputs of up to four tokens. Many tokens: blocks of rows are decoded to memory once and multiplied with all of them.
+// The sum of a row and a token does not depend on others, so that the result is the same for any number of threads and
+// of tokens. Codes are multiplied before scales: inputs beyond 1e36 overflow.
 #pragma once
 
 #include "lanes.h"
 
-constexpr int MAX_TOKENS = 4, BLOCK = 16;  // tokens at once; rows written at once
+constexpr int MAX_TOKENS = 4, BLOCK = 16;    // tokens at once; rows written at once
+constexpr int64_t MIN_DECODED_TOKENS = 12;   // fewest tokens for which rows are decoded to memory
+constexpr int64_t TILE_BYTES = 512 * 1024;   // of the inputs of tokens that stay in the cache meanwhile
 
 struct RowBuffers {        // per thread
     float *scale, *shift;  // [BLOCK, groups]
     uint8_t* padded_row;   // [row_bytes + 64] per row, for the last rows
+    float* values;         // [BLOCK, padded columns], decoded
 };
 
 inline RowBuffers row_buffers(const LinearPlan& plan) {
-    static thread_local Scratch scale, shift, padded_row;
+    static thread_local Scratch scale, shift, padded_row, values;
     const int64_t groups = BLOCK * plan.groups + 16;
     return {
-        scale.get<float>(groups), shift.get<float>(groups), padded_row.get<uint8_t>(BLOCK * (plan.row_bytes() + 64))};
+        scale.get<float>(groups), shift.get<float>(groups), padded_row.get<uint8_t>(BLOCK * (plan.row_bytes() + 64)),
+        values.get<float>(BLOCK * round_up(plan.columns, LANES))};
 }
 
 // Pointers to the rows of a block; beyond the end of the matrix, the last row is repeated.
@@ -68,11 +73,33 @@ inline void store_block(const LinearPlan& plan, void* y, int64_t token, int64_t 
     store_floats(y, plan.x_type, token * plan.rows + row, values, rows_left);
 }
 
+// Where the values of rows come from: codes, which are decoded, or memory.
+template <int Bits, Decoding How>
+struct CodedRows {
+    const uint8_t* const* codes;
+    const Decoder<Bits, How>& decoder;
+
+    void prefetch(int rows, int64_t begin, int64_t end) const {
+        for (int r = 0; r < rows; ++r) prefetch_codes(codes[r], begin * Bits / 8, end * Bits / 8);
+    }
+    HWY_INLINE F32x16 at(int r, int64_t k) const { return lane_values(codes[r] + (k >> 3) * Bits, decoder); }
+    CodedRows from(int r) const { return {codes + r, decoder}; }
+};
+
+struct DecodedRows {
+    const float* values;
+    int64_t stride;
+
+    void prefetch(int, int64_t, int64_t) const {}
+    HWY_INLINE F32x16 at(int r, int64_t k) const { return load(values + r * stride + k); }
+    DecodedRows from(int r) const { return {values + r * stride, stride}; }
+};
+
 // Multiply `Rows` rows with `Tokens` tokens: sums [tokens, BLOCK], one column per row.
-template <int Rows, int Tokens, int Bits, Decoding How>
+template <int Rows, int Tokens, class Source>
 inline void multiply_rows(
-    const LinearPlan& plan, const Decoder<Bits, How>& decoder, const uint8_t* const* codes, const float* scale,
-    const float* shift, const RowInputs& in, int64_t token, float* sums) {
+    const LinearPlan& plan, const Source& rows, const float* scale, const float* shift, const RowInputs& in,
+    int64_t token, float* sums) {
     const float *x = in.x + token * in.padded, *input_sums = in.sums + token * in.padded_groups;
     F32x16 total[Rows * Tokens];
     unroll<Rows * Tokens>([&](auto i) SMELT_INLINE { total[i] = zero<float>(); });
@@ -80,10 +107,10 @@ inline void multiply_rows(
         F32x16 part[Rows * Tokens];
         unroll<Rows * Tokens>([&](auto i) SMELT_INLINE { part[i] = zero<float>(); });
         const int64_t end = plan.group_end(g);
-        for (int r = 0; r < Rows; ++r) prefetch_codes(codes[r], g * plan.group * Bits / 8, end * Bits / 8);
+        rows.prefetch(Rows, g * plan.group, end);
         for (int64_t k = g * plan.group; k < end; k += LANES)
             unroll<Rows>([&](auto r) SMELT_INLINE {
-                const F32x16 weights = lane_values(codes[r] + (k >> 3) * Bits, decoder);
+                const F32x16 weights = rows.at(r, k);
                 unroll<Tokens>([&](auto t) SMELT_INLINE {
                     constexpr int i = t * Rows + r;
                     part[i] = mul_add(weights, load(x + t * in.padded + k), part[i]);
@@ -109,35 +136,70 @@ inline void multiply_rows(
 
 template <int Tokens, int Bits, Decoding How>
 inline void multiply_block(
-    const LinearPlan& plan, const Decoder<Bits, How>& decoder, int64_t row, const uint8_t* const* codes,
-    const RowInputs& in, int64_t token, void* y, const RowBuffers& buffers) {
+    const LinearPlan& plan, const CodedRows<Bits, How>& rows, int64_t row, const RowInputs& in, int64_t token, void* y,
+    const RowBuffers& buffers) {
     constexpr int MAX_ROWS = SMELT_AVX512 ? 8 / Tokens : 4 / Tokens;  // limited by the number of registers
     constexpr int Rows = MAX_ROWS >= 4 ? 4 : MAX_ROWS >= 2 ? 2 : 1;
     alignas(64) float sums[Tokens * BLOCK];
     for (int r = 0; r < BLOCK; r += Rows)
         multiply_rows<Rows, Tokens>(
-            plan, decoder, codes + r, buffers.scale + r * plan.groups, buffers.shift + r * plan.groups, in, token,
-            sums + r);
+            plan, rows.from(r), buffers.scale + r * plan.groups, buffers.shift + r * plan.groups, in, token, sums + r);
     for (int t = 0; t < Tokens; ++t) store_block(plan, y, token + t, row, load(sums + t * BLOCK));
+}
+
+// Multiply a block of decoded rows with tokens `first` to `last`: a few rows, which stay in the nearest cache, with all
+// of these tokens.
+inline void multiply_tile(
+    const LinearPlan& plan, const DecodedRows& rows, int64_t row, const RowInputs& in, int64_t first, int64_t last,
+    void* y, const RowBuffers& buffers) {
+    static thread_local Scratch results;
+    constexpr int ROWS = SMELT_AVX512 ? 4 : 2, TOKENS = SMELT_AVX512 ? 3 : 2;  // limited by the number of registers
+    float* sums = results.get<float>((last - first) * BLOCK);
+    for (int r = 0; r < BLOCK; r += ROWS) {
+        const float *scale = buffers.scale + r * plan.groups, *shift = buffers.shift + r * plan.groups;
+        float* target = sums + r;
+        int64_t token = first;
+        for (; token + TOKENS <= last; token += TOKENS, target += TOKENS * BLOCK)
+            multiply_rows<ROWS, TOKENS>(plan, rows.from(r), scale, shift, in, token, target);
+        for (; token < last; ++token, target += BLOCK)
+            multiply_rows<ROWS, 1>(plan, rows.from(r), scale, shift, in, token, target);
+    }
+    for (int64_t token = first; token < last; ++token)
+        store_block(plan, y, token, row, load(sums + (token - first) * BLOCK));
+}
+
+template <int Bits, Decoding How>
+inline void decode_rows(const LinearPlan& plan, const CodedRows<Bits, How>& rows, int64_t padded, float* values) {
+    for (int r = 0; r < BLOCK; ++r)
+        for (int64_t k = 0; k < plan.columns; k += LANES) store(rows.at(r, k), values + r * padded + k);
 }
 
 template <int Bits, Decoding How>
 inline void row_product(
     const LinearPlan& plan, const Decoder<Bits, How>& decoder, const void* x, int64_t tokens, void* y, int threads) {
     const RowInputs in = row_inputs<Bits>(plan, x, tokens, threads);
+    const int64_t fitting = TILE_BYTES / (in.padded * int64_t(sizeof(float))),
+                  tile = tokens < MIN_DECODED_TOKENS || fitting > tokens ? tokens : fitting < 48 ? 48 : fitting;
 #pragma omp parallel num_threads(threads)
-    {
+    for (int64_t first = 0; first < tokens; first += tile) {
         const RowBuffers buffers = row_buffers(plan);
-#pragma omp for schedule(dynamic, dynamic_chunk(plan.rows, BLOCK))
+        const int64_t last = first + tile < tokens ? first + tile : tokens;
+#pragma omp for schedule(dynamic, dynamic_chunk(plan.rows, BLOCK)) nowait
         for (int64_t row = 0; row < plan.rows; row += BLOCK) {
             const uint8_t* codes[BLOCK];
             row_pointers(plan, row, buffers, codes);
             row_scales(plan, row, plan.rows - row < BLOCK ? plan.rows - row : BLOCK, buffers.scale, buffers.shift);
-            for (int64_t token = 0; token < tokens; token += MAX_TOKENS) switch (tokens - token) {
-                    case 1: multiply_block<1>(plan, decoder, row, codes, in, token, y, buffers); break;
-                    case 2: multiply_block<2>(plan, decoder, row, codes, in, token, y, buffers); break;
-                    case 3: multiply_block<3>(plan, decoder, row, codes, in, token, y, buffers); break;
-                    default: multiply_block<4>(plan, decoder, row, codes, in, token, y, buffers);
+            const CodedRows<Bits, How> rows{codes, decoder};
+            if (tokens >= MIN_DECODED_TOKENS) {
+                decode_rows(plan, rows, in.padded, buffers.values);
+                multiply_tile(plan, DecodedRows{buffers.values, in.padded}, row, in, first, last, y, buffers);
+                continue;
+            }
+            for (int64_t token = first; token < last; token += MAX_TOKENS) switch (last - token) {
+                    case 1: multiply_block<1>(plan, rows, row, in, token, y, buffers); break;
+                    case 2: multiply_block<2>(plan, rows, row, in, token, y, buffers); break;
+                    case 3: multiply_block<3>(plan, rows, row, in, token, y, buffers); break;
+                    default: multiply_block<4>(plan, rows, row, in, token, y, buffers);
                 }
         }
     }
