@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_stream_k(
 
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
     const int lane = thread % 32, row = thread % 128 / 32 * 16 + lane / 4;
-    auto give_back = [&](int stage, bool condition = true) {
+    auto release = [&](int stage, bool condition = true) {
         __syncwarp();
         barrier_arrive_if(lane == 0 && condition, empty + 8 * stage);
     };
@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_stream_k(
                     wgmma_commit();
                     wgmma_wait<1>();  // the products before these are complete
                     if (g == 0 && chunk == 0) {
-                        give_back((step + STAGES - 1) % STAGES, k > 0);
+                        release((step + STAGES - 1) % STAGES, k > 0);
 #if !OPERANDS_STORED
                         pin(words);
 #endif
@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_stream_k(
             for (int i = 0; i < ACC; i += 4) *(uint4*)(mine + i / 4 * stride) = *(const uint4*)&acc[i];
             consumers_sync();
             if (thread == 0) asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flags + block) : "memory");
-            give_back(last);
+            release(last);
             continue;
         }
         const int tile_end = (tile + 1) * k_tiles;
@@ -215,6 +215,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_stream_k(
             }
         }
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the next copy comes after these accesses
-        give_back(last);
+        release(last);
     }
 }
