@@ -15,12 +15,14 @@ from tests.kernels.triton_device import DEVICE, distance  # isort: skip  (before
 
 from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.kernels.gpu import hopper_attention, nvrtc
-from smelt.kernels.gpu.hopper_attention import LONG, SHORT, PrefillTiles
+from smelt.kernels.gpu.hopper_attention import LONG, SHORT, FewTiles, PrefillTiles
 from smelt.kernels.gpu.paged import DecodeMetadata, QueryTiles
 from smelt.kernels.gpu.prefill import PageList, PrefillAttention, query_tiles
+from smelt.kernels.gpu.rope import RotaryParams
 from smelt.kernels.gpu.rows import dequantize_pages
 from smelt.kernels.kv_quant import FP8, INT4, KV_QUANT_DTYPES, KVQuantFormat
 from smelt.kernels.paged import paged_attention_reference
+from smelt.kernels.rope import apply_rope
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.sampling_params import SamplingParams
@@ -64,6 +66,9 @@ def test_all_kernels_compile(tmp_path: object, monkeypatch: pytest.MonkeyPatch) 
         kv_quant = KVQuantFormat.for_head_dim(name, head_dim)
         source = hopper_attention.decode_source(kv_quant, BF16, 4, kv_heads, 16)
         assert nvrtc.compile_to_cubin(source, "hopper_decode", "sm_90a")
+    for tiles_few, head_dim, norm in itertools.product((FewTiles(4, 8), FewTiles(1, 1)), (64, 128), (True, False)):
+        source = hopper_attention.decode_few_source(tiles_few, FP16, head_dim, 4, 16, norm)
+        assert nvrtc.compile_to_cubin(source, "hopper_decode_few", "sm_90a")
 
 
 def random_batch(
@@ -225,3 +230,62 @@ def test_an_engine_gives_the_tokens_of_the_other_kernels(
     assert not called
     # Random weights: a few of the largest logits are closer than rounding.
     assert sum(one == other for one, other in zip(ours, theirs, strict=True)) >= 24
+
+
+FEW = [  # seq_lens, heads, KV heads, head_dim, block_size, window, norms, dtype
+    ([400], 32, 8, 128, 16, None, False, BF16),
+    ([1], 32, 8, 64, 16, None, True, FP16),
+    ([1000, 33, 0, 64, 65], 12, 2, 128, 8, None, True, BF16),
+    ([700, 40, 41], 8, 8, 64, 32, 40, False, BF16),
+    ([17] * 16, 14, 2, 64, 16, None, False, FP16),
+]
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("tiles", [None, (1, 1), (1, 8), (2, 4), (4, 2)])
+@pytest.mark.parametrize("case", FEW)
+def test_decode_of_few_requests_equals_the_reference(case: Any, tiles: tuple[int, int] | None) -> None:
+    torch.manual_seed(0)
+    seq_lens, heads, kv_heads, head_dim, block_size, window, normed, dtype = case
+    if tiles is not None and heads // kv_heads % tiles[0]:
+        pytest.skip("a block has query heads of one KV head")
+    contexts = [max(seq_len - 1, 0) for seq_len in seq_lens]
+    new = [min(seq_len, 1) for seq_len in seq_lens]
+    _, keys, values, metadata = random_batch(new, contexts, kv_heads, head_dim, block_size, dtype, heads)
+    qkv = torch.randn(len(seq_lens), (heads + 2 * kv_heads) * head_dim, device="cuda").to(dtype)
+    cos, sin = (torch.randn(1024, head_dim, device="cuda") for _ in range(2))
+    norms = tuple(torch.rand(head_dim, device="cuda").to(dtype) for _ in range(2)) if normed else None
+    slots, lengths = torch.arange(len(seq_lens), device="cuda"), torch.tensor(seq_lens, device="cuda")
+    counters = torch.zeros(0, dtype=torch.int32, device="cuda")
+    expected_keys, expected_values, queries = keys.clone(), values.clone(), []
+    for request, length in enumerate(seq_lens):
+        if not length:
+            continue
+        parts = qkv[request].float().view(-1, head_dim).split([heads, kv_heads, kv_heads])
+        rotated = [
+            apply_rope(normalize(part, norm), cos[length - 1], sin[length - 1])
+            for part, norm in zip(parts[:2], norms or (None, None), strict=True)
+        ]
+        block = metadata.block_tables[request, (length - 1) // block_size]
+        expected_keys[block, (length - 1) % block_size] = rotated[1].to(dtype)
+        expected_values[block, (length - 1) % block_size] = parts[2].to(dtype)
+        queries.append(rotated[0].to(dtype).float())
+    decode = DecodeMetadata(slots, lengths, metadata.block_tables, counters, max(seq_lens))
+    actual = hopper_attention.decode_few(
+        qkv, keys, values, decode, RotaryParams(cos, sin, norms, 1e-5), head_dim**-0.5, window,
+        None if tiles is None else FewTiles(*tiles),
+    )  # fmt: skip
+    for pages, expected in ((keys, expected_keys), (values, expected_values)):
+        assert torch.equal(pages.isnan(), expected.isnan()), "only the new tokens are stored"
+        assert distance(pages.nan_to_num().float(), expected.nan_to_num().float()) < 1e-3
+    reference = paged_attention_reference(
+        torch.stack(queries), expected_keys.nan_to_num().float(), expected_values.nan_to_num().float(), metadata,
+        head_dim**-0.5, window,
+    )  # fmt: skip
+    assert distance(actual[lengths > 0].float(), reference.flatten(1)) < 5e-3
+    assert not actual[lengths == 0].any()
+
+
+def normalize(heads: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+    return heads if norm is None else torch.nn.functional.rms_norm(heads, heads.shape[-1:], norm.float(), 1e-5)

@@ -78,6 +78,7 @@ class GemvConfig:
     stages: int
     split_k: int
     gated: bool = False  # tiles of two rows of tiles at a time
+    prefetch: int = 4  # stages that are copied before x is there: with more, loads of x wait behind them
 
     def shared_bytes(self, layout: Layout, k_tiles: int) -> int:
         tiles, row_tiles = -(-k_tiles // (self.k_tiles * self.split_k)) * self.k_tiles, 2 if self.gated else 1
@@ -169,7 +170,7 @@ def choose_gemv_config(weights: ShuffledMatrix, num_sms: int, gated: bool = Fals
         config.stages > teams and config.shared_bytes(weights.layout, k_tiles) > _SHARED_BYTES - 1024
     ):  # sums of squares
         config = replace(config, stages=config.stages - teams)
-    return config
+    return replace(config, prefetch=6) if weights.layout.bits == 8 else config
 
 
 def dequantize(weights: ShuffledMatrix) -> Tensor:
@@ -330,8 +331,8 @@ def kernel_source(layout: Layout, config: Config | StreamKConfig, dtype: torch.d
 def gemv_source(layout: Layout, config: GemvConfig, norm: bool = False, residual: bool = False) -> str:
     tiles = {
         "K_TILES": config.k_tiles, "K_GROUPS": config.k_groups, "STAGES": config.stages, "SPLIT_K": config.split_k,
-        "GATED": int(config.gated), "NORM": int(norm), "RESIDUAL": int(residual), "FOLD": 0,
-        "DEFAULT_ZERO": layout.default_zero,
+        "PREFETCH": min(config.prefetch, config.stages), "GATED": int(config.gated), "NORM": int(norm),
+        "RESIDUAL": int(residual), "FOLD": 0, "DEFAULT_ZERO": layout.default_zero,
     }  # fmt: skip
     return _source({**_definitions(layout, getattr(torch, layout.operands)), **tiles}, _read("hopper_gemv.cu"))
 

@@ -1,4 +1,5 @@
-"""Attention over a paged KV cache on Hopper GPUs: prefill of unquantized pages, decode of quantized ones.
+"""Attention over a paged KV cache on Hopper GPUs: prefill of unquantized pages, decode of quantized ones, and of others
+for few requests.
 
 `paged.py` has the same in Triton, for all GPUs and pages; `smelt.kernels.paged` has the reference.
 """
@@ -18,6 +19,7 @@ from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.kernels.gpu.arch import num_sms
 from smelt.kernels.gpu.nvrtc import CudaKernel, TensorMap, compile_to_cubin, encode_tensor_map, is_available
 from smelt.kernels.gpu.paged import LOG2_E, NO_WINDOW, DecodeMetadata
+from smelt.kernels.gpu.rope import RotaryParams
 from smelt.kernels.kv_quant import KVQuantFormat
 
 MAX_PACK = 16  # query heads of one KV head that share a tile of a prompt
@@ -25,6 +27,7 @@ DECODE_TOKENS, MAX_HEADS, MAX_GROUP = 16, 8, 8  # decode: keys per tile, KV head
 # With fewer requests Triton's kernel is faster, which needs no other kernel for RoPE; with long contexts not as soon.
 MIN_DECODE_REQUESTS, MIN_LONG_DECODE_REQUESTS, LONG_CONTEXT = 32, 16, 8192
 MIN_SPLIT, MAX_SPLITS = 64, 64  # keys of a split; splits of a request, which one block merges
+MAX_FEW_REQUESTS, FEW_THREADS = 8, 256  # of `decode_few`
 INFINITY = "__int_as_float(0x7f800000)"
 _HALF_SHARED_BYTES = 113 * 1024
 
@@ -129,6 +132,75 @@ def decode(
     )  # fmt: skip
     kernel.launch((splits, requests, groups), 32 * (per_block + 1), arguments, cluster=None)
     return output
+
+
+@dataclass(frozen=True)
+class FewTiles:
+    """The tiles of a decode launch for few requests."""
+
+    heads: int  # query heads of a block, all of one KV head
+    splits: int  # blocks of a cluster, each with a part of the keys
+
+
+def supports_decode_few(qkv: Tensor, key_pages: Tensor, kv_quant: KVQuantFormat | None) -> bool:
+    """Return whether `decode_few` computes, and is faster for, `qkv` [requests, ...] over such pages."""
+    head_dim = key_pages.shape[3]
+    return (
+        kv_quant is None and len(qkv) <= MAX_FEW_REQUESTS and head_dim in (64, 128) and qkv.dtype == key_pages.dtype
+        and _is_hopper_half(qkv)
+    )  # fmt: skip
+
+
+def few_tiles(requests: int, group: int) -> FewTiles:
+    """Return the tiles for a number of requests, tuned on an H200."""
+    heads, splits = (2, 8) if requests == 1 else (4, 4) if requests <= 4 else (2, 2)
+    return FewTiles(next(count for count in (heads, 2, 1) if group % count == 0), splits)
+
+
+def decode_few(
+    qkv: Tensor, key_pages: Tensor, value_pages: Tensor, metadata: DecodeMetadata, rotary: RotaryParams, scale: float,
+    window: int | None = None, tiles: FewTiles | None = None,
+) -> Tensor:  # fmt: skip
+    """Apply RoPE to `qkv` [requests, (heads + 2 * KV heads) * head_dim], store keys and values, and attend.
+
+    Returns [requests, heads * head_dim].
+    """
+    requests = len(qkv)
+    _, block_size, kv_heads, head_dim = key_pages.shape
+    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    group = heads // kv_heads
+    tiles = tiles or few_tiles(requests, group)
+    kernel = _load_decode_few(tiles, qkv.dtype, head_dim, group, block_size, rotary.qk_norms is not None, qkv.device)
+    output = torch.empty(requests, heads * head_dim, dtype=qkv.dtype, device=qkv.device)
+    query_norm, key_norm = rotary.qk_norms or (rotary.cos, rotary.cos)
+    arguments = (
+        *map(_pointer, (qkv, rotary.cos, rotary.sin, query_norm, key_norm, key_pages, value_pages)),
+        *map(_pointer, (metadata.block_tables, metadata.slots, metadata.seq_lens, output)),
+        ctypes.c_float(scale * LOG2_E), ctypes.c_float(rotary.eps), ctypes.c_int(window or NO_WINDOW),
+        ctypes.c_int(qkv.stride(0)), ctypes.c_int(metadata.block_tables.stride(0)), ctypes.c_int(kv_heads),
+    )  # fmt: skip
+    cluster = (tiles.splits, 1, 1) if tiles.splits > 1 else None
+    kernel.launch((tiles.splits, heads // tiles.heads, requests), FEW_THREADS, arguments, cluster=cluster)
+    return output
+
+
+@cache
+def _load_decode_few(
+    tiles: FewTiles, dtype: torch.dtype, head_dim: int, group: int, block_size: int, norm: bool, device: torch.device
+) -> CudaKernel:
+    source = decode_few_source(tiles, dtype, head_dim, group, block_size, norm)
+    return CudaKernel.load(compile_to_cubin(source, "hopper_decode_few", "sm_90a"), "hopper_decode_few", device)
+
+
+def decode_few_source(
+    tiles: FewTiles, dtype: torch.dtype, head_dim: int, group: int, block_size: int, norm: bool
+) -> str:
+    bf16 = dtype == torch.bfloat16
+    definitions: dict[str, object] = {
+        "HEAD_DIM": head_dim, "HEADS": tiles.heads, "GROUP": group, "SPLITS": tiles.splits, "BLOCK_SIZE": block_size,
+        "NORM": int(norm), "PAIR": '"bf16x2"' if bf16 else '"f16x2"', "HALF_IS_BF16": int(bf16),
+    }  # fmt: skip
+    return _source(definitions, _read("hopper_decode_few.cu"))
 
 
 @cache

@@ -164,6 +164,8 @@ class PagedGpuPages:
         def attend(qkv: Tensor, part: Attention) -> Tensor:
             keys, values, *_, kv_quant = self.cache.layer(part.layer)
             rope = network.rotary_params(part)
+            if hopper_attention.supports_decode_few(qkv, keys, kv_quant):
+                return hopper_attention.decode_few(qkv, keys, values, metadata, rope, part.scale, part.window)
             sizes = part.num_heads, part.num_kv_heads, self.block_size, self.max_model_len
             if not hopper_attention.supports_decode(kv_quant, qkv, *sizes):
                 return paged_decode(qkv, keys, values, metadata, rope, part.scale, part.window, kv_quant=kv_quant)

@@ -18,12 +18,6 @@ constexpr int STAGE = K_TILES * ROW_TILES * W_TILE;
 constexpr int LOADS = 4;                      // of x in flight in a warp
 constexpr int PAIRS = GROUPS > 1 ? 1 : 2;     // of matrix instructions that share a scale: 64 columns each
 
-// Return the place of a column among the 16 of a step: four columns of a thread's fragment are neighbors.
-__device__ __forceinline__ int byte_of_column(int column) {
-    const int thread = column % 8 / 2, low = column % 2, high = column / 8;
-    return 4 * thread + (BITS == 8 ? low + 2 * high : 2 * low + high);
-}
-
 // Select bytes of two words by the four low nibbles of a third; a nibble from 8 on repeats the sign of its byte.
 __device__ __forceinline__ u32 permute(u32 low, u32 high, u32 selector) {
     u32 result;
@@ -92,12 +86,42 @@ __device__ __forceinline__ void mma(int (&sums)[4], const u32 (&a)[4], u32 b0, u
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ void load_four(float (&values)[4], const u16* from) {
-    const uint2 loaded = *(const uint2*)from;
-    values[0] = from_half((u16)loaded.x);
-    values[1] = from_half((u16)(loaded.x >> 16));
-    values[2] = from_half((u16)loaded.y);
-    values[3] = from_half((u16)(loaded.y >> 16));
+__device__ __forceinline__ void load_two(float* values, const u16* from) {
+    const u32 loaded = *(const u32*)from;
+    values[0] = from_half((u16)loaded);
+    values[1] = from_half((u16)(loaded >> 16));
+}
+
+// Return byte `k` of four words.
+__device__ __forceinline__ u32 gather_bytes(u32 a, u32 b, u32 c, u32 d, int k) {
+    const u32 selector = k | (k + 4) << 4;
+    return __byte_perm(__byte_perm(a, b, selector), __byte_perm(c, d, selector), 0x5410);
+}
+
+// Convert 128 columns of x to fixed point. A lane has columns 2 * (lane % 4) + {0, 1, 8, 9} of 16, as the fragments of
+// weights have them: one word of `bytes` [2, stride] each for the high and the low bytes.
+__device__ __forceinline__ void store_fixed_point(const float (&values)[4], u8* bytes, int stride, float* x_scale, int* x_sum, int lane) {
+    u32 magnitude = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) magnitude = max(magnitude, __float_as_uint(values[i]) & 0x7FFFFFFFu);
+    const u32 amax = __reduce_max_sync(~0u, magnitude);
+    // The power of two that brings all magnitudes below 2^14
+    const int exponent = min(max((int)(amax >> 23), 14), 254);
+    const float unit = __uint_as_float((u32)(exponent - 13) << 23), inverse = __uint_as_float((u32)(267 - exponent) << 23);
+    int fixed[4], rounded[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        fixed[i] = __float2int_rn(values[i] * inverse);
+        rounded[i] = fixed[i] + 128;  // the low byte is signed
+    }
+    constexpr int SECOND = BITS == 8 ? 1 : 2, THIRD = 3 - SECOND;  // as `unpack` orders codes
+    *(u32*)(bytes + 4 * lane) = gather_bytes(rounded[0], rounded[SECOND], rounded[THIRD], rounded[3], 1);
+    *(u32*)(bytes + stride + 4 * lane) = gather_bytes(fixed[0], fixed[SECOND], fixed[THIRD], fixed[3], 0);
+    int total = fixed[0] + fixed[1] + fixed[2] + fixed[3];
+    total += __shfl_xor_sync(~0u, total, 1);
+    total += __shfl_xor_sync(~0u, total, 2);
+    if (lane == 0) *x_scale = amax < 0x7F800000u ? unit : __uint_as_float(0x7FC00000u);  // infinite or not a number
+    if (lane % 4 == 0) x_sum[lane / 4] = total;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) hopper_gemv(
@@ -136,13 +160,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_gemv(
                       weights + ((u64)(blockIdx.x + r * (rows / 64)) * k_tiles + k) * W_TILE, size, full + 8 * stage);
     };
     if (thread == CONSUMERS)
-        for (int step = 0; step < min(STAGES, count); step++) copy_weights(step, step);
+        for (int step = 0; step < min(PREFETCH, count); step++) copy_weights(step, step);
     asm volatile("griddepcontrol.wait;" ::: "memory");  // x comes from the kernel before
 #if NORM
     float square = 0.0f;
     for (int column = 4 * thread; column < columns; column += 4 * THREADS) {
         float values[4];
-        load_four(values, x + column);
+        load_two(values, x + column);
+        load_two(values + 2, x + column + 2);
 #pragma unroll
         for (int i = 0; i < 4; i++) square += values[i] * values[i];
     }
@@ -154,61 +179,33 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_gemv(
         float loaded[LOADS][4];
 #pragma unroll
         for (int load = 0; load < LOADS; load++) {
-            const int tile = start + load * (THREADS / 32), column = (first_tile + tile) * TILE_K + 4 * lane;
-            const bool inside = tile < tiles && column < columns;
+            const int tile = start + load * (THREADS / 32), column = (first_tile + tile) * TILE_K + lane / 4 * 16 + lane % 4 * 2;
 #pragma unroll
             for (int i = 0; i < 4; i++) loaded[load][i] = 0.0f;
-            if (inside) load_four(loaded[load], x + column);
+            if (tile >= tiles || column >= columns) continue;
+            load_two(loaded[load], x + column);
+            load_two(loaded[load] + 2, x + column + 8);
 #if NORM
             float by[4];
-            if (inside) {
-                load_four(by, norm + column);
+            load_two(by, norm + column);
+            load_two(by + 2, norm + column + 8);
 #pragma unroll
-                for (int i = 0; i < 4; i++) loaded[load][i] *= by[i];
-            }
+            for (int i = 0; i < 4; i++) loaded[load][i] *= by[i];
 #endif
         }
 #pragma unroll
         for (int load = 0; load < LOADS; load++) {
             const int tile = start + load * (THREADS / 32);
             if (tile >= tiles) break;
-            const float (&values)[4] = loaded[load];
-            float amax = 0.0f, sum = 0.0f;
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                amax = fmaxf(amax, fabsf(values[i]));
-                sum += values[i] - values[i];  // not a number if one of them is infinite or not a number
-            }
-#pragma unroll
-            for (int i = 16; i; i /= 2) {
-                amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, i));
-                sum += __shfl_xor_sync(~0u, sum, i);
-            }
-            // The power of two that brings all magnitudes below 2^14
-            const int exponent = min(max((int)(__float_as_uint(amax) >> 23), 14), 254);
-            const float unit = __uint_as_float((u32)(exponent - 13) << 23);
-            const float inverse = __uint_as_float((u32)(267 - exponent) << 23);
-            int total = 0;
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int value = __float2int_rn(values[i] * inverse), high = (value + 128) >> 8;
-                const int at = tile * TILE_K + 4 * lane / 16 * 16 + byte_of_column((4 * lane + i) % 16);
-                bytes[at] = (u8)high;
-                bytes[stride + at] = (u8)(value - 256 * high);
-                total += value;
-            }
-            total += __shfl_xor_sync(~0u, total, 1);
-            total += __shfl_xor_sync(~0u, total, 2);
-            if (lane == 0) x_scale[tile] = unit + sum;
-            if (lane % 4 == 0) x_sum[tile * 8 + lane / 4] = total;
+            store_fixed_point(loaded[load], bytes + tile * TILE_K, stride, x_scale + tile, x_sum + tile * 8, lane);
         }
     }
     __syncthreads();
 
     if (group == K_GROUPS) {
         if (thread == CONSUMERS) {
-            for (int step = STAGES; step < count; step++) {
-                barrier_wait(empty + 8 * (step % STAGES), (step / STAGES - 1) & 1);
+            for (int step = PREFETCH; step < count; step++) {
+                if (step >= STAGES) barrier_wait(empty + 8 * (step % STAGES), (step / STAGES - 1) & 1);
                 copy_weights(step, step % STAGES);
             }
         }
