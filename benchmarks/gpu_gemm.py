@@ -39,6 +39,11 @@ FORMATS = {  # weights: dtype of the operands
     "mxfp4": torch.bfloat16,
     "nvfp4": torch.bfloat16,
     "nf4": torch.bfloat16,
+    "int4-float32-zero/32": torch.bfloat16,  # Q4_K of GGUF
+    "int5-float32-zero/32": torch.bfloat16,  # Q5_K
+    "int6/16": torch.bfloat16,  # Q6_K
+    "int4/32@float16": torch.bfloat16,  # Q4_0
+    "int8/32@float16": torch.bfloat16,  # Q8_0
     "fp8-e4m3": torch.float8_e4m3fn,
     "int8/row": torch.int8,
     "int4/row": torch.int8,

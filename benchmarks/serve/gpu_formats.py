@@ -42,6 +42,7 @@ class Variant:
     inputs: str | None = None
     pruned: bool = False
     kv_dtype: str | None = None
+    mixed: str | None = None  # format of value and down projections in half of the layers, as GGUF's K_M files have
 
 
 VARIANTS = {
@@ -53,6 +54,10 @@ VARIANTS = {
     "nvfp4": Variant("nvfp4"),
     "mxfp4": Variant("mxfp4"),
     "nf4": Variant("nf4"),
+    "q4_k": Variant("int4-float32-zero/32"),
+    "q4_k_m": Variant("int4-float32-zero/32", mixed="int6/16"),
+    "q5_k_m": Variant("int5-float32-zero/32", mixed="int6/16"),
+    "q6_k": Variant("int6/16"),
     "w8a8-int8": Variant("int8/row", "int8"),
     "w8a8-fp8": Variant("fp8-e4m3", "fp8-e4m3"),
     "w4a8-int8": Variant("int4/row", "int8"),
@@ -95,10 +100,13 @@ def build(variant: Variant) -> Any:
         Magnitude(budget=Budget("parameters", 0.75)).apply(Model(network), MethodContext(seed=SEED))
     if variant.weight is not None:
         inputs = None if variant.inputs is None else get_format(variant.inputs)
-        scheme = QuantizationScheme(get_format(variant.weight), inputs)
-        for block in network.model.layers:
+        base = QuantizationScheme(get_format(variant.weight), inputs)
+        mixed = base if variant.mixed is None else QuantizationScheme(get_format(variant.mixed))
+        for index, block in enumerate(network.model.layers):
             for path, module in list(block.named_modules()):
                 if isinstance(module, nn.Linear):
+                    more = index % 2 == 0 and path.endswith(("v_proj", "down_proj"))
+                    scheme = mixed if more else base
                     quantized = scheme.weight.quantize(module.weight.data.float())
                     layer = QuantizedLinear.from_quantized(quantized, scheme, bias=None, dtype=torch.bfloat16)
                     parent, _, child = path.rpartition(".")

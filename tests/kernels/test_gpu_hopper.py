@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from smelt.kernels.gpu.hopper import Config, GemvConfig, StreamKConfig, fit_stag
 from smelt.kernels.gpu.hopper_layout import Layout
 from smelt.kernels.gpu.matrix import Matrix, describe
 from smelt.kernels.linear import ActivationQuant, PackedMatrix
+from smelt.models.gguf import gguf_config, gguf_packed, read_gguf
 from smelt.models.quantized import QuantizationScheme, QuantizedLinear
 from smelt.numerics import QuantizedTensor, get_format
 from smelt.numerics.packing import unpack
@@ -24,8 +26,18 @@ HALF_FORMATS = [
     ("int4/row@float16", BF16), ("int4/32", BF16), ("int4/256", BF16), ("int4-asym/row", BF16), ("int8/128", BF16),
     ("int8-asym/64", BF16), ("int8-asym/64", FP16), ("int3/128@float16", BF16), ("int3-asym/64", BF16),
     ("int2/128", BF16), ("int2-asym/64", FP16), ("mxfp4", BF16), ("nvfp4", BF16), ("nvfp4", FP16),
+    ("int5/32@float16", BF16), ("int5-asym/128", FP16), ("int6/64", BF16), ("int7/128@float16", BF16),
 ]  # fmt: skip
-TABLE_FORMATS = [("nf4", BF16), ("nf4", FP16), ("nf4/128@float16", BF16), ("nf4/row", BF16)]
+TABLE_FORMATS = [
+    ("nf4", BF16), ("nf4", FP16), ("nf4/128@float16", BF16), ("nf4/row", BF16), ("nf3", BF16), ("fp4", BF16),
+]  # fmt: skip
+# Scales in float16 with a factor per row. Q4_K, Q5_K and Q6_K of GGUF are the first three, Q4_1 and Q5_1 the next.
+FOLDED_FORMATS = [
+    ("int4-float32-zero/32", BF16), ("int5-float32-zero/32", BF16), ("int6/16", BF16),
+    ("int4-float32-zero/32@float16", BF16), ("int5-float32-zero/32@float16", FP16), ("int6/16", FP16),
+    ("int4-float-zero/128", BF16), ("int3-float-zero/64", FP16), ("int8-float32-zero/32", BF16),
+    ("int2-float-zero/row", BF16), ("int4-asym/16", BF16), ("int4-float-zero/16", BF16),
+]  # fmt: skip
 EIGHT_BIT_FORMATS = [("fp8-e4m3", "fp8-e4m3"), ("int8/row", "int8"), ("int4/row", "int8"), ("int4/128@float16", "int8")]
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
@@ -64,17 +76,24 @@ def code_at(tile: torch.Tensor, layout: Layout, row: int, column: int) -> int:
         return word(2 * step + register // 2) >> (8 * place + 4 * (register & 1)) & 15
     if layout.bits == 8:
         return word(2 * step + register // 2) >> (16 * (register & 1) + 8 * place) & 255
-    if layout.bits == 4:
-        return word(step) >> (16 * place + 4 * register) & 15
-    low = word(step // 2) >> (16 * place + 8 * (step & 1) + 2 * register) & 3
-    if layout.bits == 2:
+    if layout.element == "table":
+        return word(step) >> (8 * register + 4 * place) & 15
+    byte = 16 * place + 8 * column_half
+    low_bits = 2 if layout.bits < 4 else 4
+    if low_bits == 4:
+        low = word(step) >> (byte + 4 * half) & 15
+    else:
+        low = word(step // 2) >> (byte + 4 * (step & 1) + 2 * half) & 3
+    if layout.bits == 6:
+        return low | (word(step // 2, 4096) >> (byte + 4 * (step & 1) + 2 * half) & 3) << 4
+    if layout.bits == low_bits:
         return low
-    return low | (word(step // 4, 2048, 2) >> (16 * place + 4 * (step & 3) + register) & 1) << 2
+    return low | (word(step // 4, 1024 * low_bits, 2) >> (byte + 2 * (step & 3) + half) & 1) << low_bits
 
 
 @pytest.mark.parametrize(
     ("name", "operands"),
-    [*HALF_FORMATS, *TABLE_FORMATS, ("fp8-e4m3", E4M3), ("int8/row", INT8), ("int4/row", INT8)],
+    [*HALF_FORMATS, *TABLE_FORMATS, *FOLDED_FORMATS, ("fp8-e4m3", E4M3), ("int8/row", INT8), ("int4/row", INT8)],
 )
 def test_every_code_is_where_the_kernel_reads_it(name: str, operands: torch.dtype) -> None:
     packed, _ = packed_matrix(name, 100, 256)
@@ -94,12 +113,68 @@ def test_scales_and_zero_points_follow_the_codes() -> None:
     weights = shuffled(matrix, BF16)
     assert weights.layout == Layout("int", 4, "bfloat16", 2, "float16", True, 8)
     tile = weights.tiles[1, 1]
-    scales = tile[4096 : 4096 + 256].view(torch.float16).reshape(2, 64)
-    zeros = tile[4352 : 4352 + 128].reshape(2, 64)
+    scales = tile[4096 : 4096 + 256].view(torch.float16).reshape(64, 2)
+    zeros = tile[4352 : 4352 + 128].reshape(64, 2)
     assert matrix.zero is not None
     for row, group in itertools.product(range(64, 70), range(2)):
-        assert scales[group, row - 64] == matrix.scale.reshape(70, 4)[row, 2 + group]
-        assert zeros[group, row - 64] == matrix.zero.reshape(70, 4)[row, 2 + group]
+        assert scales[row - 64, group] == matrix.scale.reshape(70, 4)[row, 2 + group]
+        assert zeros[row - 64, group] == matrix.zero.reshape(70, 4)[row, 2 + group]
+
+
+def folded_weights(weights: hopper_layout.ShuffledMatrix, columns: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Return the weights [rows, columns] that codes and the stored scales and shifts stand for."""
+    layout, rows = weights.layout, weights.rows
+    start, per_group = layout.code_bytes, 1 + layout.shifts
+    stored = weights.tiles[..., start : start + 128 * layout.groups * per_group].contiguous().view(FP16).float()
+    stored = stored.unflatten(2, (64, layout.groups, per_group)).transpose(1, 2).flatten(0, 1)[:rows]
+    scale = stored[..., 0].flatten(1)[:, columns * layout.groups // 128]
+    shift = stored[..., 1].flatten(1)[:, columns * layout.groups // 128] if layout.shifts else 0
+    assert weights.row_scale is not None
+    return ((codes.float() - layout.default_zero) * scale + shift) * weights.row_scale[:, None]
+
+
+@pytest.mark.parametrize(("name", "operands"), [each for each in FOLDED_FORMATS if "asym" not in each[0]])
+@pytest.mark.parametrize("size", [1e-12, 1e-4, 1.0, 1e12])
+def test_scales_in_float16_stand_for_the_same_weights(name: str, operands: torch.dtype, size: float) -> None:
+    """Rows of very different magnitude, groups with one code, groups far from zero."""
+    number_format = get_format(name)
+    if number_format.scale_dtype == "float16" and size != 1.0:
+        pytest.skip("float16 has no such scales")
+    weight = torch.randn(70, 320) * size * torch.logspace(-3, 3, 70)[:, None]
+    weight[3, 64:128] = 0
+    weight[4] = weight[4].abs() + 10 * size
+    quantized = number_format.quantize(weight)
+    if "zero" in name:
+        assert quantized.qparams.zero is not None
+        quantized.qparams.zero[5] += 40.5  # weights that are all far from zero
+        one_code = slice(0, number_format.effective_group_size(320))
+        quantized.codes[7, one_code] = 0  # a constant group of a GGUF file
+        quantized.qparams.scale[7, 0], quantized.qparams.zero[7, 0] = 100 * weight[7].abs().amax(), -0.01
+    packed = PackedMatrix(number_format, 70, 320, quantized.pack())
+    weights = shuffled(describe(packed), operands)
+    ours = folded_weights(weights, torch.arange(320), quantized.codes).double()
+    expected = packed.unpack().dequantize().double()
+    assert relative_error(ours, expected) < 3e-4
+    for row in range(70):
+        assert relative_error(ours[row], expected[row]) < 1e-3, row
+    if "zero" in name:
+        torch.testing.assert_close(ours[7, one_code], expected[7, one_code], rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_every_type_of_gguf_files_has_a_layout(kind: str, tmp_path: Path) -> None:
+    from tests.models.test_packed import llama_file  # needs more than a machine for GPU tests has
+
+    file = read_gguf(llama_file(tmp_path / "m.gguf", kind, flat=True))
+    packed = gguf_packed(file, gguf_config(file))
+    for quantized in packed.values():
+        rows, columns = quantized.codes.shape
+        weights = shuffled(describe(PackedMatrix(quantized.format, rows, columns, quantized.pack())), BF16)
+        if weights.layout.normalized:
+            ours = folded_weights(weights, torch.arange(columns), quantized.codes).reshape(rows, -1, 16)
+            expected = quantized.dequantize().reshape_as(ours)
+            error = (ours - expected).abs().amax(-1) / expected.abs().amax(-1).clamp(min=1e-9)
+            assert float(error.max()) < 2e-3
 
 
 @pytest.mark.parametrize(
@@ -107,13 +182,14 @@ def test_scales_and_zero_points_follow_the_codes() -> None:
     [
         ("int4/128", 4000, BF16),  # x is copied in panels of 128 bytes
         ("int4/48", 4032, BF16),  # groups that tiles do not contain
-        ("int4/16", 256, BF16),
-        ("int5/128", 256, BF16),
-        ("int4-float-zero/128", 256, BF16),
+        ("int4/8", 256, BF16),
+        ("int5/128", 256, INT8),
+        ("int4/16", 256, INT8),
+        ("dint4/128", 256, BF16),
         ("amxfp4", 256, BF16),
         ("mxfp4", 256, FP16),  # powers of two that float16 does not have
         ("int4-asym/128", 256, INT8),
-        ("nf3", 256, BF16),
+        ("nf4/16", 256, BF16),
         ("fp8-e4m3", 256, BF16),
     ],
 )
@@ -148,7 +224,7 @@ def test_a_layer_without_its_weights_computes_with_the_product() -> None:
 def layouts() -> list[Layout]:
     found = []
     eight_bit = [("fp8-e4m3", E4M3), ("int8/row", INT8), ("int4/128@float16", INT8)]
-    for name, operands in [*HALF_FORMATS, *TABLE_FORMATS, *eight_bit]:
+    for name, operands in [*HALF_FORMATS, *TABLE_FORMATS, *FOLDED_FORMATS, *eight_bit]:
         layout = hopper_layout.layout_of(describe(packed_matrix(name, 64, 256)[0]), operands)
         assert layout is not None
         found.append(layout)
@@ -209,7 +285,7 @@ def relative_error(y: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize(("name", "dtype"), [*HALF_FORMATS, *TABLE_FORMATS])
+@pytest.mark.parametrize(("name", "dtype"), [*HALF_FORMATS, *TABLE_FORMATS, *FOLDED_FORMATS])
 def test_products_equal_the_reference(name: str, dtype: torch.dtype) -> None:
     """Random shapes that fill no tile, batches on both sides of every tile size, outliers in x, with a bias."""
     generator = random.Random(name)
@@ -228,12 +304,33 @@ def test_products_equal_the_reference(name: str, dtype: torch.dtype) -> None:
             products.append(hopper.gemv(x, weights, bias))
         for y in products:
             assert relative_error(y, expected) < 4e-3, (batch, rows, columns)
-        assert torch.equal(hopper.dequantize(weights), quantized.dequantize().to(dtype))
+        if weights.layout.normalized:
+            assert relative_error(hopper.dequantize(weights), quantized.dequantize().double()) < 2e-3
+        else:
+            assert torch.equal(hopper.dequantize(weights), quantized.dequantize().to(dtype))
 
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize(("name", "dtype"), HALF_FORMATS)
+@pytest.mark.parametrize("name", ["int4-float32-zero/32", "int6/16", "int4/128@float16"])
+@pytest.mark.parametrize("batch", [1, 20, 70, 600])
+def test_products_are_written_into_columns_of_a_matrix(name: str, batch: int) -> None:
+    x = torch.randn(batch, 512, device="cuda", dtype=BF16)
+    for rows, start, width in ((256, 64, 512), (100, 3, 512), (64, 8, 77)):
+        weights = shuffled(describe(packed_matrix(name, rows, 512, "cuda")[0]), BF16)
+        y = torch.full((batch, width), 7.0, device="cuda", dtype=BF16)
+        configs = [None, *[hopper.stream_k_config(128, weights.layout)] * (batch > 1)]
+        for config in configs:
+            part = hopper.gemm(x, weights, config=config, out=y[:, start : start + rows])
+            assert torch.equal(part, hopper.gemm(x, weights, config=config))
+            assert (y[:, :start] == 7).all() and (y[:, start + rows :] == 7).all()
+        if batch == 1:
+            assert torch.equal(hopper.gemv(x, weights, out=y[:, start : start + rows]), hopper.gemv(x, weights))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(("name", "dtype"), [*HALF_FORMATS, *TABLE_FORMATS, *FOLDED_FORMATS])
 def test_gemv_is_fused_with_norm_gate_and_residual(name: str, dtype: torch.dtype) -> None:
     for rows, columns in ((128, 256), (384, 4096), (28672, 2048)):
         packed, quantized = packed_matrix(name, rows, columns, "cuda")
@@ -297,6 +394,7 @@ STREAM_K_SHAPES = [  # batch, rows, columns
 @pytest.mark.parametrize(
     ("name", "operands"),
     [("int4-asym/64@float16", BF16), ("nvfp4", BF16), ("nf4", BF16), ("int8/128", FP16), ("int3/128", BF16),
+     ("int4-float32-zero/32", BF16), ("int5-float32-zero/32", BF16), ("int6/16", BF16),
      ("fp8-e4m3", E4M3), ("int8/row", INT8), ("int4/row", INT8)],
 )  # fmt: skip
 def test_stream_k_equals_the_reference(name: str, operands: torch.dtype) -> None:
@@ -321,8 +419,9 @@ def test_stream_k_equals_the_reference(name: str, operands: torch.dtype) -> None
 
 @pytest.mark.gpu
 @on_hopper
-def test_extreme_inputs() -> None:
-    packed, _ = packed_matrix("int4/128@float16", 256, 512, "cuda")
+@pytest.mark.parametrize("name", ["int4/128@float16", "int4-float32-zero/32", "int6/16", "nf4"])
+def test_extreme_inputs(name: str) -> None:
+    packed, _ = packed_matrix(name, 256, 512, "cuda")
     weights = shuffled(describe(packed), BF16)
     assert hopper.gemm(torch.empty(0, 512, device="cuda", dtype=BF16), weights).shape == (0, 256)
     for value in (0.0, 1e-30, 1e30, float("inf"), float("nan")):
@@ -340,8 +439,17 @@ def test_extreme_inputs() -> None:
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("scheme", ["int4/128@float16", "nvfp4", "nf4", "nf3", "fp8-e4m3 fp8-e4m3", "int8/row int8"])
-def test_an_engine_gives_the_tokens_of_the_other_kernels(scheme: str) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "other", "bias"),
+    [
+        ("int4/128@float16", None, False), ("nvfp4", None, False), ("nf4", None, False), ("nf3", None, True),
+        ("fp8-e5m2", None, False), ("fp8-e4m3 fp8-e4m3", None, False), ("int8/row int8", None, False),
+        ("int4-float32-zero/32", "int6/16", False),  # as in Q4_K_M of GGUF
+        ("int4-float32-zero/32", "int6/16", True), ("int5/32@float16", "nvfp4", True),
+    ],
+)  # fmt: skip
+def test_an_engine_gives_the_tokens_of_the_other_kernels(scheme: str, other: str | None, bias: bool) -> None:
+    """Layers in one format, or with `other` for values and down projections: products of one input in two formats."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from smelt.kernels.dispatch import use_backend
@@ -351,25 +459,29 @@ def test_an_engine_gives_the_tokens_of_the_other_kernels(scheme: str) -> None:
 
     weight, _, inputs = scheme.partition(" ")
     formats = QuantizationScheme(get_format(weight), get_format(inputs) if inputs else None)
+    others = formats if other is None else QuantizationScheme(get_format(other))
 
     def tokens(backend: str | None) -> list[list[int]]:
         torch.manual_seed(0)
         config = LlamaConfig(
             hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            vocab_size=512, max_position_embeddings=512,
+            vocab_size=512, max_position_embeddings=512, attention_bias=bias,
         )  # fmt: skip
         network = LlamaForCausalLM(config).to("cuda", BF16).eval()
         for layer in network.model.layers:
             for parent in (layer.self_attn, layer.mlp):
                 for name, module in list(parent.named_children()):
                     if isinstance(module, torch.nn.Linear):
-                        quantized = formats.weight.quantize(module.weight.data.float())
-                        setattr(parent, name, QuantizedLinear.from_quantized(quantized, formats, bias=None, dtype=BF16))
+                        chosen = others if name in ("v_proj", "down_proj") else formats
+                        quantized = chosen.weight.quantize(module.weight.data.float())
+                        added = None if module.bias is None else torch.randn_like(module.bias) * 0.1
+                        packed = QuantizedLinear.from_quantized(quantized, chosen, bias=added, dtype=BF16)
+                        setattr(parent, name, packed)
         with use_backend(backend) if backend else torch.no_grad():
             engine = Engine(Model(network), max_model_len=256, max_num_seqs=8, kv_cache_bytes=10**8)
             layers = [module for module in network.modules() if isinstance(module, QuantizedLinear)]
             assert [layer.moved for layer in layers] == [backend is None] * 14
-            kernel = "dequantized at load" if scheme == "nf3" else "hopper"  # no kernel multiplies by 3-bit tables
+            kernel = "dequantized at load" if scheme == "fp8-e5m2" else "hopper"  # no kernel multiplies by E5M2
             assert backend or all(layer.backend == kernel for layer in layers)
             sampling = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
             draw = random.Random(0)

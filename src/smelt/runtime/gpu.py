@@ -60,7 +60,7 @@ class FusedNetwork:
     def kernel_sources(self) -> set[str]:
         """Return the sources of the matmuls of every batch size, for `compile_kernels`."""
         linears = (*self._input_projections, *self._output_projections, self._lm_head)
-        products = [linear.product for linear in linears if linear.product is not None]
+        products = [product for linear in linears for product in linear.products]
         shapes = {(product.weights.layout, *product.weights.tiles.shape): product for product in products}
         dtype = self.decoder.embedding.dtype
         return {source for product in shapes.values() for source in product.kernel_sources(dtype)}
@@ -90,22 +90,25 @@ class FusedNetwork:
 
 
 class FusedLinear:
-    """Layers that share an input, merged into one GEMM if possible, with the operations fused before and after it."""
+    """Layers that share an input, merged into one GEMM if possible, with the operations fused before and after it.
+
+    Layers in different formats have one product per format on Hopper GPUs, each with its columns of the results.
+    """
 
     def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.product = _move_to_hopper(layers, dtype)
+        self.products, self._biases = _move_to_hopper(layers, dtype)
         merged: nn.Module | None = merge_dequantized(layers)
         if merged is None:
-            merged = layers[0] if len(layers) == 1 else None if self.product is not None else merge_linears(layers)
+            merged = layers[0] if len(layers) == 1 else None if self.products else merge_linears(layers)
         self.layers = list(layers) if merged is None else [merged]
         plain = merged is not None and type(merged) is nn.Linear
-        self.fuses_gemv = plain or (self.product is not None and self.product.has_gemv)
+        self.fuses_gemv = plain or (bool(self.products) and all(product.has_gemv for product in self.products))
 
     @property
     def quant(self) -> RowQuant | None:
         """How the operation before should quantize the inputs; None: not."""
-        return None if self.product is None else self.product.quant
+        return self.products[0].quant if len(self.products) == 1 else None
 
     def norm_forward(self, hidden: Tensor, residual: Tensor | None, norm: Norm) -> Tensor:
         """Project the norm of hidden + residual; the sum replaces hidden in place."""
@@ -128,8 +131,9 @@ class FusedLinear:
         return self.fuses_gemv and len(hidden) == 1 and norm.weight.dtype == hidden.dtype
 
     def _fuses_gate(self) -> bool:
-        whole_tiles = self.product is None or self.product.weights.rows % (2 * TILE_ROWS) == 0
-        return self.layers[0].bias is None and whole_tiles
+        whole_tiles = all(product.weights.rows % (2 * TILE_ROWS) == 0 for product in self.products)
+        no_bias = all(layer.bias is None for layer in self.layers)
+        return no_bias and whole_tiles and len(self.products) <= 1
 
     def _norm(self, hidden: Tensor, residual: Tensor | None, norm: Norm) -> Tensor | QuantizedRows:
         if self.quant is not None and hidden.shape[1] <= MAX_QUANTIZED_WIDTH:
@@ -148,41 +152,91 @@ class FusedLinear:
         return self._gemv(x) if self.fuses_gemv and len(x) == 1 and isinstance(x, Tensor) else self(x)
 
     def __call__(self, x: Tensor | QuantizedRows) -> Tensor:
-        if self.product is not None:
-            return self.product(x, self.layers[0].bias)  # type: ignore[arg-type]
+        if self.products:
+            return self._multiply(x)
         assert isinstance(x, Tensor)
         outputs = [layer(x) for layer in self.layers]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
+    def _multiply(self, x: Tensor | QuantizedRows) -> Tensor:
+        if len(self.products) == 1:
+            return self.products[0](x, self._biases[0])
+        y, parts = self._empty_outputs(len(x))
+        for product, bias, part in zip(self.products, self._biases, parts, strict=True):
+            product(x, bias, part)
+        return y
+
     def _gemv(self, x: Tensor, **fused: Any) -> Tensor:
-        layer: Any = self.layers[0]
-        if self.product is not None:
-            return hopper_gemv(x, self.product.weights, layer.bias, **fused)
-        return fused_gemv(x, layer.weight, layer.bias, **fused)
+        if not self.products:
+            layer: Any = self.layers[0]
+            return fused_gemv(x, layer.weight, layer.bias, **fused)
+        if len(self.products) == 1:
+            return hopper_gemv(x, self.products[0].weights, self._biases[0], **fused)
+        y, parts = self._empty_outputs(1)
+        for product, bias, part in zip(self.products, self._biases, parts, strict=True):
+            hopper_gemv(x, product.weights, bias, out=part, **fused)
+        return y
+
+    def _empty_outputs(self, tokens: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return a matrix for the results of all products, and the columns of each."""
+        rows = [product.weights.rows for product in self.products]
+        y = torch.empty(tokens, sum(rows), dtype=self.dtype, device=self.products[0].weights.tiles.device)
+        return y, y.split(rows, dim=1)
 
 
-def _move_to_hopper(layers: Sequence[nn.Module], dtype: torch.dtype) -> HopperLinear | None:
-    """Rearrange the weights of quantized layers for Hopper's kernels, if this is such a GPU; the layers share them."""
+def _move_to_hopper(layers: Sequence[nn.Module], dtype: torch.dtype) -> tuple[list[HopperLinear], list[Tensor | None]]:
+    """Rearrange the weights of quantized layers for Hopper's kernels, if this is such a GPU; the layers share them.
+
+    Neighbors with the same scheme become one product. Return the products and their biases.
+    """
     quantized = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
-    if len(quantized) < len(layers) or not all(_is_plain(layer, quantized[0]) for layer in quantized):
-        return None
-    separate = quantized[0].scheme.static or any(layer.bias is not None for layer in quantized)
-    if forced_backend() is not None or (separate and len(quantized) > 1):
-        return None
-    product = HopperLinear.prepare([layer.packed for layer in quantized], quantized[0].inputs, dtype)
-    if product is None:
-        return None
-    start = 0
-    for layer in quantized:
-        layer.move_weights(product, slice(start, start + layer.out_features), "hopper")
-        start += layer.out_features
-    return product
+    if forced_backend() is not None or len(quantized) < len(layers) or not all(map(_is_plain, quantized)):
+        return [], []
+    # Static scales of inputs differ by layer
+    keys = [(layer.scheme, i if layer.scheme.static else 0) for i, layer in enumerate(quantized)]
+    prepared: list[tuple[HopperLinear, list[QuantizedLinear]]] = []
+    for _, pairs in itertools.groupby(zip(keys, quantized, strict=True), key=lambda pair: pair[0]):
+        products = _products_of([layer for _, layer in pairs], dtype)
+        if products is None:
+            return [], []
+        prepared += products
+    for product, members in prepared:
+        start = 0
+        for layer in members:
+            layer.move_weights(product, slice(start, start + layer.out_features), "hopper")
+            start += layer.out_features
+    return [product for product, _ in prepared], [_merged_bias(members, dtype) for _, members in prepared]
 
 
-def _is_plain(layer: QuantizedLinear, first: QuantizedLinear) -> bool:
-    scheme = layer.scheme
-    extras = scheme.rank or scheme.hadamard or layer.round_inputs is not None
-    return not layer.moved and scheme == first.scheme and not extras
+def _products_of(
+    layers: list[QuantizedLinear], dtype: torch.dtype
+) -> list[tuple[HopperLinear, list[QuantizedLinear]]] | None:
+    """Prepare layers with the same scheme as one product, or as one each if their rows do not fill tiles; None if the
+    kernels do not support one of them."""
+    merged = HopperLinear.prepare([layer.packed for layer in layers], layers[0].inputs, dtype)
+    if merged is not None:
+        return [(merged, layers)]
+    if len(layers) == 1:
+        return None
+    single = [HopperLinear.prepare([layer.packed], layer.inputs, dtype) for layer in layers]
+    products = [(product, [layer]) for product, layer in zip(single, layers, strict=True) if product is not None]
+    return products if len(products) == len(layers) else None
+
+
+def _merged_bias(layers: list[QuantizedLinear], dtype: torch.dtype) -> Tensor | None:
+    if all(layer.bias is None for layer in layers):
+        return None
+    if len(layers) == 1:
+        return layers[0].bias
+    zeros = [torch.zeros(layer.out_features, dtype=dtype) for layer in layers]
+    device = next(layer.bias.device for layer in layers if layer.bias is not None)
+    biases = [zero if layer.bias is None else layer.bias for zero, layer in zip(zeros, layers, strict=True)]
+    return torch.cat([bias.detach().to(device, dtype) for bias in biases])
+
+
+def _is_plain(layer: QuantizedLinear) -> bool:
+    extras = layer.scheme.rank or layer.scheme.hadamard or layer.round_inputs is not None
+    return not layer.moved and not extras
 
 
 def _add_residual(hidden: Tensor, residual: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from smelt.kernels.gpu.hopper_layout import TILE_K, TILE_ROWS, Layout, ShuffledMatrix
+from smelt.kernels.gpu.hopper_layout import MAX_GROUPS, TILE_K, TILE_ROWS, Layout, ShuffledMatrix
 from smelt.kernels.gpu.nvrtc import CudaKernel, compile_to_cubin, tensor_map
 
 ARCHITECTURE, GEMM_KERNEL = "sm_90a", "hopper_gemm"
@@ -43,7 +43,8 @@ class Config:
 
     def shared_bytes(self, layout: Layout) -> int:
         stage = self.k_tiles * (self.tile_n * TILE_K * layout.operand_bytes + self.row_tiles * layout.tile_bytes)
-        return max(self.stages * stage + 16 * self.stages, self.k_groups * self.tile_n * (64 * self.row_tiles + 4) * 4)
+        sums = self.k_groups * self.tile_n * (64 * self.row_tiles + 4) * 4
+        return layout.lookup_bytes + max(self.stages * stage + 16 * self.stages, sums)
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,10 @@ class StreamKConfig:
         return 128 * (self.row_tiles + 1)
 
     def shared_bytes(self, layout: Layout) -> int:
-        return self.stages * (self.tile_n * TILE_K * layout.operand_bytes + self.row_tiles * layout.tile_bytes + 16)
+        return layout.lookup_bytes + self.stages * self.stage_bytes(layout)
+
+    def stage_bytes(self, layout: Layout) -> int:
+        return self.tile_n * TILE_K * layout.operand_bytes + self.row_tiles * layout.tile_bytes + 16
 
     def tiles(self, batch: int, row_tiles: int) -> int:
         """Return the number of output tiles."""
@@ -84,17 +88,21 @@ class GemvConfig:
         tiles, row_tiles = -(-k_tiles // (self.k_tiles * self.split_k)) * self.k_tiles, 2 if self.gated else 1
         x = 2 * (tiles * TILE_K + 16) + 36 * tiles
         stages = self.stages * (self.k_tiles * row_tiles * layout.tile_bytes + 16)
-        return max(stages + x, self.k_groups * row_tiles * 256)
+        return layout.lookup_bytes + max(stages + x, self.k_groups * row_tiles * 256)
 
 
 def gemm(
     x: Tensor, weights: ShuffledMatrix, bias: Tensor | None = None, x_scale: Tensor | None = None,
-    dtype: torch.dtype | None = None, config: Config | StreamKConfig | None = None,
+    dtype: torch.dtype | None = None, config: Config | StreamKConfig | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Multiply x [batch, columns] of the operands' dtype -> [batch, rows] in `dtype`; x_scale is per row of x."""
+    """Multiply x [batch, columns] of the operands' dtype -> [batch, rows] in `dtype`; x_scale is per row of x.
+
+    `out`: where the results go, for example columns of a larger matrix.
+    """
     batch = x.shape[0]
     dtype = dtype or x.dtype
-    y = torch.empty(batch, weights.rows, dtype=dtype, device=x.device)
+    y = torch.empty(batch, weights.rows, dtype=dtype, device=x.device) if out is None else out
+    assert y.shape == (batch, weights.rows) and y.dtype == dtype and (y.stride(1) == 1 or y.numel() == 0)
     if y.numel() == 0:
         return y
     config = config or choose_config(batch, weights, _num_sms(x.device))
@@ -106,7 +114,7 @@ def gemm(
         _pointer(bias), _pointer(y),
     )  # fmt: skip
     sizes = (
-        ctypes.c_float(weights.factor), ctypes.c_int(batch), ctypes.c_int(weights.rows),
+        ctypes.c_float(weights.factor), ctypes.c_int(batch), ctypes.c_int(weights.rows), ctypes.c_int(y.stride(0)),
         ctypes.c_int(weights.tiles.shape[1]),
     )  # fmt: skip
     if isinstance(config, StreamKConfig):
@@ -123,20 +131,23 @@ def gemm(
 
 
 def supports_gemv(layout: Layout) -> bool:
-    return layout.element in ("int", "e2m1") and layout.operand_bytes == 2
+    return layout.element in ("int", "e2m1", "table") and layout.operand_bytes == 2
 
 
 def gemv(
     x: Tensor, weights: ShuffledMatrix, bias: Tensor | None = None, config: GemvConfig | None = None, *,
     norm: Tensor | None = None, epsilon: float = 0.0, gated: bool = False, residual: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Multiply x [1, columns] -> [1, rows], or [1, rows / 2] if gated, then half of the rows is a multiple of 64.
 
-    `norm`: weight of an RMSNorm of x; `residual`: updated in place.
+    `norm`: weight of an RMSNorm of x; `residual`: updated in place; `out`: where the results go otherwise.
     """
     layout, k_tiles = weights.layout, weights.tiles.shape[1]
     rows = weights.rows // 2 if gated else weights.rows
-    y = torch.empty(1, rows, dtype=x.dtype, device=x.device) if residual is None else residual
+    y = residual if residual is not None else out
+    if y is None:
+        y = torch.empty(1, rows, dtype=x.dtype, device=x.device)
     config = config or choose_gemv_config(weights, _num_sms(x.device), gated)
     kernel = _load_gemv(layout, config, norm is not None, residual is not None, k_tiles, x.device)
     factor = weights.factor / 2 if layout.element == "e2m1" else weights.factor  # its codes are doubled
@@ -155,7 +166,8 @@ def _load_gemv(
     layout: Layout, config: GemvConfig, norm: bool, residual: bool, k_tiles: int, device: torch.device
 ) -> CudaKernel:
     cubin = compile_to_cubin(gemv_source(layout, config, norm, residual), "hopper_gemv", ARCHITECTURE)
-    return CudaKernel.load(cubin, "hopper_gemv", device, config.shared_bytes(layout, k_tiles))
+    shared_bytes = config.shared_bytes(layout, k_tiles) - layout.lookup_bytes  # the table is not dynamic
+    return CudaKernel.load(cubin, "hopper_gemv", device, shared_bytes)
 
 
 def choose_gemv_config(weights: ShuffledMatrix, num_sms: int, gated: bool = False) -> GemvConfig:
@@ -163,12 +175,12 @@ def choose_gemv_config(weights: ShuffledMatrix, num_sms: int, gated: bool = Fals
     row_tiles, k_tiles = weights.tiles.shape[:2]
     blocks, k_steps = (row_tiles // 2, 1) if gated else (row_tiles, 2)
     config = GemvConfig(k_steps, 4, 12, 2 if blocks <= 0.75 * num_sms and k_tiles >= 16 else 1, gated)
+    limit = _SHARED_BYTES - 1024  # sums of squares
     if blocks > 1.36 * num_sms:
         config = GemvConfig(k_steps, 3, 9, 1, gated)
+        limit //= 2 if weights.layout.lookup_bytes else 1  # loads from the table need the threads of two blocks
     teams = config.k_groups
-    while (
-        config.stages > teams and config.shared_bytes(weights.layout, k_tiles) > _SHARED_BYTES - 1024
-    ):  # sums of squares
+    while config.stages > teams and config.shared_bytes(weights.layout, k_tiles) > limit:
         config = replace(config, stages=config.stages - teams)
     return replace(config, prefetch=6) if weights.layout.bits == 8 else config
 
@@ -210,7 +222,8 @@ def stream_k_workspace(device: torch.device) -> tuple[Tensor, Tensor]:
 
 def stream_k_config(tile_n: int, layout: Layout) -> StreamKConfig:
     """Return the tiles with as many copies in flight as shared memory holds."""
-    return StreamKConfig(tile_n, min(8, _SHARED_BYTES // StreamKConfig(tile_n, 1).shared_bytes(layout)))
+    stage = StreamKConfig(tile_n, 1).stage_bytes(layout)
+    return StreamKConfig(tile_n, min(8, (_SHARED_BYTES - layout.lookup_bytes) // stage))
 
 
 @dataclass(frozen=True)
@@ -265,7 +278,7 @@ def choose_config(batch: int, weights: ShuffledMatrix, num_sms: int) -> Config |
     two_sums = layout.grouped and layout.operands == "int8"  # of a group and of all: too many registers
     if batch > 128 and not two_sums:
         return _wide_config(batch, layout, row_tiles, k_tiles, num_sms)
-    if tile_n >= 64 and row_tiles >= 3 * num_sms and layout.bits <= 4 and layout.operand_bytes == 2:
+    if tile_n >= 64 and row_tiles >= 3 * num_sms and layout.bits < 8 and layout.operand_bytes == 2:
         return stream_k_config(tile_n, layout)
     blocks = row_tiles * -(-batch // tile_n)
     split_k = 2 if blocks <= 0.6 * num_sms and k_tiles >= 16 else 1
@@ -303,7 +316,7 @@ def fit_stages(config: Config, layout: Layout, k_tiles: int, limit: int = _SHARE
 def load_kernel(layout: Layout, config: Config | StreamKConfig, dtype: torch.dtype, device: torch.device) -> CudaKernel:
     name = STREAM_K_KERNEL if isinstance(config, StreamKConfig) else GEMM_KERNEL
     cubin = compile_to_cubin(kernel_source(layout, config, dtype), name, ARCHITECTURE)
-    return CudaKernel.load(cubin, name, device, config.shared_bytes(layout))
+    return CudaKernel.load(cubin, name, device, config.shared_bytes(layout) - layout.lookup_bytes)
 
 
 def kernel_source(layout: Layout, config: Config | StreamKConfig, dtype: torch.dtype) -> str:
@@ -316,7 +329,7 @@ def kernel_source(layout: Layout, config: Config | StreamKConfig, dtype: torch.d
         }  # fmt: skip
         source = _read("hopper_stream_k.cu").replace("@PRODUCTS@", _products(layout, config.tile_n))
         return _source({**_definitions(layout, dtype), **shape}, source)
-    flush = layout.grouped and (layout.operands == "int8" or config.flush)
+    flush = layout.grouped and (layout.operands == "int8" or (config.flush and _can_flush(layout, config)))
     integer = layout.operands == "int8"
     tiles = {
         "TILE_N": config.tile_n, "ROW_TILES": config.row_tiles, "M_TILES": config.m_tiles, "K_TILES": config.k_tiles,
@@ -324,8 +337,15 @@ def kernel_source(layout: Layout, config: Config | StreamKConfig, dtype: torch.d
         "FLUSH": int(flush), "FOLD": int(layout.grouped and not flush), "PART": "int" if integer else "float",
         "SUM": "int" if integer and not flush else "float",
     }  # fmt: skip
+    if flush:
+        tiles["GROUP_LOOPS"] = layout.groups
     source = _read("hopper_gemm.cu").replace("@PRODUCTS@", _products(layout, config.tile_n))
     return _source({**_definitions(layout, dtype), **tiles}, source)
+
+
+def _can_flush(layout: Layout, config: Config) -> bool:
+    """Whether scales can be applied to sums: a shift is no factor, and many groups only pay for few sums."""
+    return not layout.shifts and (layout.groups < MAX_GROUPS or config.tile_n <= 16)
 
 
 def gemv_source(layout: Layout, config: GemvConfig, norm: bool = False, residual: bool = False) -> str:
@@ -334,7 +354,8 @@ def gemv_source(layout: Layout, config: GemvConfig, norm: bool = False, residual
         "PREFETCH": min(config.prefetch, config.stages), "GATED": int(config.gated), "NORM": int(norm),
         "RESIDUAL": int(residual), "FOLD": 0, "DEFAULT_ZERO": layout.default_zero,
     }  # fmt: skip
-    return _source({**_definitions(layout, getattr(torch, layout.operands)), **tiles}, _read("hopper_gemv.cu"))
+    definitions = {**_definitions(layout, getattr(torch, layout.operands)), **_table_definitions(layout, torch.float16)}
+    return _source({**definitions, **tiles}, _read("hopper_gemv.cu"))
 
 
 def dequantize_source(layout: Layout) -> str:
@@ -353,8 +374,8 @@ def _definitions(layout: Layout, dtype: torch.dtype) -> dict[str, object]:
         **_table_definitions(layout, torch.bfloat16 if bf16 else torch.float16),
         "FORMAT_INT": 0, "FORMAT_E2M1": 1, "FORMAT_E4M3": 2, "FORMAT_TABLE": 3,
         "FORMAT": f"FORMAT_{layout.element.upper()}", "BITS": layout.bits, "X_BYTES": layout.operand_bytes,
-        "GROUPS": layout.groups, "GROUP_LOOPS": layout.groups if layout.grouped or layout.zeros else 1,
-        "SCALE_BYTES": layout.scale_bytes,
+        "GROUPS": layout.groups, "GROUP_LOOPS": min(layout.groups, 4) if layout.grouped or layout.zeros else 1,
+        "SCALE_BYTES": layout.scale_bytes, "SHIFTS": int(layout.shifts),
         "ZERO_BYTES": int(layout.zeros), "SCALE_IS_BF16": int(layout.scale_dtype == "bfloat16"),
         "SCALE_E4M3": int(layout.scale_dtype == "e4m3"), "SCALES": "uint2" if layout.groups == 8 else "u32",
         "ZERO_OFFSET": f"0x{offset:08X}u", "HALF_IS_BF16": int(bf16), "PAIR": '"bf16x2"' if bf16 else '"f16x2"',
@@ -362,17 +383,15 @@ def _definitions(layout: Layout, dtype: torch.dtype) -> dict[str, object]:
 
 
 def _table_definitions(layout: Layout, dtype: torch.dtype) -> dict[str, object]:
-    """Return the values of codes: as floats, and in half precision, the low and the high bytes of four in a word."""
+    """Return the values of codes: the bits of half-precision numbers, and floats."""
     if not layout.table:
         return {}
     values = torch.tensor(layout.table)
-    octets = values.to(dtype).view(torch.uint8).reshape(4, 4, 2).tolist()
-    words = {
-        f"TABLE_{name}_{i}": f"0x{int.from_bytes(bytes(pair[side] for pair in four), 'little'):08X}u"
-        for side, name in enumerate(("LOW", "HIGH"))
-        for i, four in enumerate(octets)
+    halves = values.to(dtype).view(torch.uint16).tolist()
+    return {
+        "TABLE_VALUES": ", ".join(f"0x{half:04X}" for half in halves),
+        "TABLE_FLOATS": ", ".join(f"{value!r}f" for value in values.tolist()),
     }
-    return {**words, "TABLE_VALUES": ", ".join(f"{value!r}f" for value in values.tolist())}
 
 
 def _source(definitions: dict[str, object], kernel: str) -> str:

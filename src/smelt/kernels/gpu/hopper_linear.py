@@ -65,19 +65,19 @@ class HopperLinear:
             self.inputs.scale, self.inputs.clip_ratio,
         )  # fmt: skip
 
-    def __call__(self, x: Tensor | QuantizedRows, bias: Tensor | None = None) -> Tensor:
-        """Multiply x [batch, columns] -> [batch, rows]."""
+    def __call__(self, x: Tensor | QuantizedRows, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Multiply x [batch, columns] -> [batch, rows]; `out`: where the results go, columns of a larger matrix."""
         if isinstance(x, QuantizedRows):
-            return self._multiply_codes(x, bias)
+            return self._multiply_codes(x, bias, out)
         if x.stride(1) != 1 or x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
             x = x.contiguous()
         if self.quant is None:
-            return self._half(x, bias)
+            return self._half(x, bias, out)
         rule = self.quant
         codes, scales = launch.quantize_rows(
             x, rule.dtype, rule.amax_code, rule.scale_dtype, rule.static_scale, rule.clip_ratio
         )
-        return self._multiply_codes(QuantizedRows(codes, scales, x.dtype), bias)
+        return self._multiply_codes(QuantizedRows(codes, scales, x.dtype), bias, out)
 
     @property
     def has_gemv(self) -> bool:
@@ -98,23 +98,25 @@ class HopperLinear:
         only_gemm = self.weights.layout.operands == "int8"  # PyTorch has no faster product
         return "gemm" if batch <= GEMM_BATCH or only_gemm else "expand"
 
-    def _half(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def _half(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
         path = self.path(len(x))
         if path == "gemv":
-            return hopper.gemv(x, self.weights, bias)
+            return hopper.gemv(x, self.weights, bias, out=out)
         if path == "gemm":
-            return hopper.gemm(x, self.weights, bias)
-        return F.linear(x, hopper.dequantize(self.weights), bias)
+            return hopper.gemm(x, self.weights, bias, out=out)
+        y = F.linear(x, hopper.dequantize(self.weights), bias)
+        return y if out is None else out.copy_(y)
 
-    def _multiply_codes(self, x: QuantizedRows, bias: Tensor | None) -> Tensor:
+    def _multiply_codes(self, x: QuantizedRows, bias: Tensor | None, out: Tensor | None) -> Tensor:
         if self.path(len(x)) == "gemm":
-            return hopper.gemm(x.codes, self.weights, bias, x.scales, x.dtype)
+            return hopper.gemm(x.codes, self.weights, bias, x.scales, x.dtype, out=out)
         assert self.weights.row_scale is not None
         y = torch._scaled_mm(
             x.codes, hopper.dequantize(self.weights).t(), x.scales[:, None], self.weights.row_scale[None],
             out_dtype=x.dtype, use_fast_accum=True,
         )  # fmt: skip
-        return y if bias is None else y + bias
+        y = y if bias is None else y + bias
+        return y if out is None else out.copy_(y)
 
 
 def _has_nan_scales(matrix: Matrix) -> bool:

@@ -3,7 +3,7 @@
 
 typedef ELEMENT_TYPE Element;
 #if FORMAT == FORMAT_TABLE
-__constant__ float VALUES[16] = {TABLE_VALUES};
+__constant__ float FLOAT_VALUES[16] = {TABLE_FLOATS};
 #endif
 constexpr int STRIDE = TILE_K + 16 / sizeof(Element);
 
@@ -18,8 +18,8 @@ extern "C" __global__ void __launch_bounds__(128) hopper_dequantize(
 #pragma unroll
     for (int step = 0; step < K_STEPS; step++) {
         Parameters parameters;
-        const int group = step * GROUP_LOOPS / K_STEPS;
-        parameters.load(tile + CODE_BYTES, group, row);
+        const int group = step * GROUPS / K_STEPS;
+        parameters.load(tile + CODE_BYTES, step * GROUP_LOOPS / K_STEPS, row);
         u32 fragment[4];
         dequantize<WORDS>(fragment, words, step, parameters);
 #pragma unroll
@@ -29,14 +29,18 @@ extern "C" __global__ void __launch_bounds__(128) hopper_dequantize(
             *(u32*)&results[to * STRIDE + step * 32 + i / 2 * 16 + 4 * quad] = fragment[i];
 #else
             float scale = factor;
-#if SCALE_BYTES && FORMAT != FORMAT_E2M1
-            scale *= load_scale(tile + CODE_BYTES, 64 * group + to);
-#endif
             if (row_scale) scale *= row_scale[min((int)blockIdx.y * 64 + to, rows - 1)];
             float low = from_half((u16)fragment[i]), high = from_half((u16)(fragment[i] >> 16));
 #if FORMAT == FORMAT_TABLE  // values in half precision would be rounded twice
-            low = VALUES[(words[step] >> (4 * i)) & 15];
-            high = VALUES[(words[step] >> (4 * i + 16)) & 15];
+            low = FLOAT_VALUES[(words[step] >> (8 * i)) & 15];
+            high = FLOAT_VALUES[(words[step] >> (8 * i + 4)) & 15];
+#endif
+#if SHIFTS
+            const float by = load_scale(tile + CODE_BYTES, to, group), shift = load_shift(tile + CODE_BYTES, to, group);
+            low = low * by + shift;
+            high = high * by + shift;
+#elif SCALE_BYTES && FORMAT != FORMAT_E2M1
+            scale *= load_scale(tile + CODE_BYTES, to, group);
 #endif
             *(u32*)&results[to * STRIDE + step * 16 + i / 2 * 8 + 2 * quad] = to_pair(low * scale, high * scale);
 #endif

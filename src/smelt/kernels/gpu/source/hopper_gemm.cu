@@ -12,10 +12,12 @@
 //
 // Integer groups have their scale applied in one of two ways. FLUSH: to the sums of a group, in float32; exact, and
 // cheap if x has few rows. Otherwise to the weights, rounded to half precision as a dequantized matrix would be; then
-// sums stay in the tensor cores.
+// sums stay in the tensor cores. Shifts are added to the weights as well.
 //
 // With few rows of x (MMA), the products are those of single warps, mma.sync: its fragments have the same layout, and it
 // has no fences to wait for. There, time is latency and instructions, not multiplications.
+//
+// Rows of y are `stride` numbers apart: y may be columns of a larger matrix.
 //
 // hopper.py defines: TILE_N (rows of x per block), ROW_TILES, M_TILES, K_GROUPS, STAGES, SPLIT_K, FORMAT and its parameters, and
 // the functions `wgmma` and `mma` for the operand type.
@@ -33,7 +35,7 @@ constexpr int X_TILE = X_PANEL * X_PANELS;
 constexpr int STAGE = K_TILES * (X_TILE + ROW_TILES * W_TILE);
 constexpr int OUT_STRIDE = ROWS + 4;               // floats
 constexpr int ACC = TILE_N / 2;                    // accumulators of a thread
-constexpr int CHAINS = TILE_N <= 16 ? 2 : 1;
+constexpr int CHAINS = TILE_N <= 16 && K_STEPS > GROUP_LOOPS ? 2 : 1;
 constexpr int CHUNK = K_STEPS / GROUP_LOOPS < 4 ? K_STEPS / GROUP_LOOPS : X_BYTES == 1 || TILE_N > 64 ? 2 : 4;  // instructions issued at a time
 
 // ------------------------------------------------------------------------------------------------- matrix products
@@ -53,7 +55,7 @@ __device__ __forceinline__ void load_matrices(u32 (&out)[4], u32 panel, int row,
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_gemm(
     const __grid_constant__ TensorMap x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale,
     const float* __restrict__ x_scale, const u16* __restrict__ bias, u16* __restrict__ y, float factor, int batch,
-    int rows, int k_tiles) {
+    int rows, int stride, int k_tiles) {
     extern __shared__ __align__(1024) u8 memory[];
     const int thread = threadIdx.x, group = thread / 128;
     const int row_tile = blockIdx.x * ROW_TILES, first_n = blockIdx.y * TILE_N, rank = blockIdx.z;
@@ -63,6 +65,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_gemm(
     u8* const w_memory = memory + STAGES * K_TILES * X_TILE;
 
     asm volatile("griddepcontrol.launch_dependents;");
+#if FORMAT == FORMAT_TABLE
+    fill_lookup(THREADS);
+#endif
     if (thread == 0) {
         for (int s = 0; s < STAGES; s++) {
             barrier_init(full + 8 * s, 1);
@@ -108,6 +113,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_gemm(
         SUM acc[M_TILES][ACC];
 #pragma unroll
         for (int i = 0; i < M_TILES * ACC; i++) acc[i / ACC][i % ACC] = 0;
+#if MMA && !FLUSH
+        SUM second[ACC];  // a product takes long to add to the last one, so every other one has its own sums
+#pragma unroll
+        for (int i = 0; i < ACC; i++) second[i] = 0;
+#endif
         const int team = group / TEAM, first_tile = group % TEAM * M_TILES;
         for (int step = team; step < count; step += K_GROUPS) {
             const int stage = step % STAGES;
@@ -124,6 +134,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_gemm(
             u32 words[M_TILES][WORDS];
 #pragma unroll
             for (int m = 0; m < M_TILES; m++) load_words(words[m], weight_tile(m), thread % 128);
+#if MMA
+            u32 x_pairs[TILE_N == 8 ? 1 : TILE_N / 16][4];  // right operands: of two steps if there are 8 rows
+#endif
 #pragma unroll
             for (int g = 0; g < GROUP_LOOPS; g++) {
                 constexpr int STEPS = K_STEPS / GROUP_LOOPS;
@@ -135,10 +148,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_gemm(
                 for (int m = 0; m < M_TILES; m++)
                     parameters[m].load(weight_tile(m) + CODE_BYTES, g, row);
 #if MMA
-                PART chains[CHAINS][ACC];  // independent sums, since a product takes long to add to the last one
+#if FLUSH
+                PART chains[CHAINS][ACC];  // independent sums, as above
 #pragma unroll
                 for (int i = 0; i < CHAINS * ACC; i++) chains[i / ACC][i % ACC] = 0;
-                u32 x_pairs[TILE_N == 8 ? 1 : TILE_N / 16][4];  // right operands: of two steps if there are 8 rows
+#endif
 #pragma unroll
                 for (int k = 0; k < STEPS; k++) {
                     const int at = g * STEPS + k, matrix = lane / 8;
@@ -155,18 +169,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_gemm(
 #pragma unroll
                     for (int n = 0; n < TILE_N / 8; n++) {
                         const int from = TILE_N > 8 ? n % 2 * 2 : at % 2 * 2;
+#if FLUSH
                         mma(&chains[k % CHAINS][4 * n], fragment, &x_pairs[n / 2][from]);
+#else
+                        mma(at % CHAINS ? &second[4 * n] : &acc[0][4 * n], fragment, &x_pairs[n / 2][from]);
+#endif
                     }
                 }
-#pragma unroll
-                for (int i = 0; i < ACC; i++) {
-                    const PART sum = CHAINS == 2 ? chains[0][i] + chains[CHAINS - 1][i] : chains[0][i];
 #if FLUSH
-                    part[0][i] = sum;
-#else
-                    acc[0][i] += sum;
+#pragma unroll
+                for (int i = 0; i < ACC; i++) part[0][i] = CHAINS == 2 ? chains[0][i] + chains[CHAINS - 1][i] : chains[0][i];
 #endif
-                }
 #else
                 // A few instructions at a time: dequantize while the tensor cores work on those before.
 #pragma unroll
@@ -195,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_gemm(
 #pragma unroll
                 for (int m = 0; m < M_TILES; m++) {
                     const u8* const scales = weight_tile(m) + CODE_BYTES;
-                    const float s0 = load_scale(scales, 64 * g + row), s1 = load_scale(scales, 64 * g + row + 8);
+                    const float s0 = load_scale(scales, row, g), s1 = load_scale(scales, row + 8, g);
 #pragma unroll
                     for (int i = 0; i < ACC; i++) acc[m][i] += (i & 2 ? s1 : s0) * (float)part[m][i];
                 }
@@ -208,6 +221,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_gemm(
             __syncwarp();
             if (lane == 0) barrier_arrive(empty + 8 * stage);
         }
+#if MMA && !FLUSH
+        if (CHAINS == 2)
+#pragma unroll
+            for (int i = 0; i < ACC; i++) acc[0][i] += second[i];
+#endif
         asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
 #pragma unroll
         for (int m = 0; m < M_TILES; m++)
@@ -223,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_gemm(
     __syncthreads();
 #endif
     const int valid = min(TILE_N, batch - first_n);
-    const bool aligned = rows % 4 == 0;
+    const bool aligned = (rows | stride) % 4 == 0 && (u64)y % 8 == 0;
     for (int item = thread; item < valid * (ROWS / 4); item += THREADS) {
         const int n = item / (ROWS / 4), column = item % (ROWS / 4) * 4, row = row_tile * 64 + column;
         if (n % SPLIT_K != rank || row >= rows) continue;
@@ -255,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_gemm(
             if (bias) value += from_half(bias[at]);
             result[i] = (u16)to_pair(value, 0.0f);
         }
-        u16* const target = y + (u64)(first_n + n) * rows + row;
+        u16* const target = y + (u64)(first_n + n) * stride + row;
         if (aligned) {
             *(uint2*)target = *(const uint2*)result;
         } else {

@@ -4,8 +4,12 @@
 // precision would take more of them than there is time. Here x becomes fixed-point numbers instead, 15 bits with a
 // power-of-two scale per 128 columns, split into two bytes; codes are multiplied as bytes by integer mma.sync. Its right
 // operand has eight columns: the high and the low bytes of x, for each of four groups of 16 columns and zero elsewhere.
-// So the sums of the four groups end up in the four lanes of a quad, each with its own scale. Zero points multiply the
-// sum of x.
+// So the sums of the four groups end up in the four lanes of a quad, each with its own scale. Zero points and shifts
+// multiply the sum of x.
+//
+// Values of a table are float16 numbers, and so is x, with the same scale, whatever its dtype: bfloat16 would be less
+// exact. A matrix instruction has 16 columns of W, and those of x in the column of its right operand that has the
+// number of the step in the tile.
 //
 // NORM: apply RMSNorm to x first; its weights multiply x, and its divisor the results. GATED: W has `rows` rows of the
 // gate projection, then `rows` of the up projection; a block computes 64 of both. RESIDUAL: add the results to y.
@@ -16,6 +20,7 @@ constexpr int ROW_TILES = GATED ? 2 : 1;
 constexpr int CONSUMERS = 128 * K_GROUPS, THREADS = CONSUMERS + 32;
 constexpr int STAGE = K_TILES * ROW_TILES * W_TILE;
 constexpr int LOADS = 4;                      // of x in flight in a warp
+constexpr int X_TILE = FORMAT == FORMAT_TABLE ? 2 * TILE_K : TILE_K;  // bytes of x, or of its high bytes
 constexpr int PAIRS = GROUPS > 1 ? 1 : 2;     // of matrix instructions that share a scale: 64 columns each
 
 // Select bytes of two words by the four low nibbles of a third; a nibble from 8 on repeats the sign of its byte.
@@ -35,20 +40,23 @@ __device__ __forceinline__ void unpack(u32& first, u32& second, const u32 (&word
     const u32 high = permute(0x06040200u, 0x18100C08u, word >> 16) + permute(0x090A0B0Cu, 0x00040608u, magnitudes >> 16);
     first = permute(low, high, 0x6420);
     second = permute(low, high, 0x7531);
-#elif BITS == 4
-    first = words[step] & 0x0F0F0F0Fu;
-    second = (words[step] >> 4) & 0x0F0F0F0Fu;
 #elif BITS == 8
     first = __byte_perm(words[2 * step], words[2 * step + 1], 0x5410);
     second = __byte_perm(words[2 * step], words[2 * step + 1], 0x7632);
-#else  // 2 bits, or 3 with the high bits in words 4 and 5
-    const u32 low = words[step / 2] >> (8 * (step & 1));
-    first = (low & 0x00030003u) | ((low << 4) & 0x03000300u);
-    second = ((low >> 2) & 0x00030003u) | ((low << 2) & 0x03000300u);
-#if BITS == 3
-    const u32 high = words[4 + step / 4] >> (4 * (step & 3));
-    first |= ((high << 2) & 0x00040004u) | ((high << 8) & 0x04000400u);
-    second |= ((high << 1) & 0x00040004u) | ((high << 7) & 0x04000400u);
+#else
+#if BITS >= 4
+    first = words[step] & 0x0F0F0F0Fu;
+    second = (words[step] >> 4) & 0x0F0F0F0Fu;
+#else
+    const u32 low = words[step / 2] >> (4 * (step & 1));
+    first = low & 0x03030303u;
+    second = (low >> 2) & 0x03030303u;
+#endif
+#if BITS == 3 || BITS == 5 || BITS == 6
+    constexpr u32 MASK = ((1 << BITS) - (1 << LOW_BITS)) * 0x01010101u;
+    const u32 high = high_word(words, step), from = high_from(step);
+    first |= move_bits(high, from, LOW_BITS) & MASK;
+    second |= move_bits(high, from + HIGH_BITS, LOW_BITS) & MASK;
 #endif
 #endif
 }
@@ -63,7 +71,7 @@ __device__ __forceinline__ float group_scale(const u8* scales, int row, int sixt
     return __uint_as_float(code ? code << 23 : 0x00400000u);  // a power of two; 2^-127 is subnormal
 #endif
 #elif SCALE_BYTES
-    return load_scale(scales, 64 * (sixteen * GROUPS / 8) + row);
+    return load_scale(scales, row, sixteen * GROUPS / 8);
 #else
     return 1.0f;
 #endif
@@ -73,7 +81,7 @@ __device__ __forceinline__ int group_zero(const u8* scales, int row, int sixteen
 #if FORMAT == FORMAT_E2M1
     return 12;
 #elif ZERO_BYTES
-    return (scales + 64 * GROUPS * SCALE_BYTES)[64 * (sixteen * GROUPS / 8) + row];
+    return load_zero(scales, row, sixteen * GROUPS / 8);
 #else
     return DEFAULT_ZERO;
 #endif
@@ -84,6 +92,19 @@ __device__ __forceinline__ void mma(int (&sums)[4], const u32 (&a)[4], u32 b0, u
         "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void mma(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ u32 to_float16_pair(float low, float high) {
+    u32 result;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+    return result;
 }
 
 __device__ __forceinline__ void load_two(float* values, const u16* from) {
@@ -99,7 +120,8 @@ __device__ __forceinline__ u32 gather_bytes(u32 a, u32 b, u32 c, u32 d, int k) {
 }
 
 // Convert 128 columns of x to fixed point. A lane has columns 2 * (lane % 4) + {0, 1, 8, 9} of 16, as the fragments of
-// weights have them: one word of `bytes` [2, stride] each for the high and the low bytes.
+// weights have them: one word of `bytes` [2, stride] each for the high and the low bytes. For a table: to float16, with
+// the right operand of a lane in each row of `bytes` [tiles, 32, 8].
 __device__ __forceinline__ void store_fixed_point(const float (&values)[4], u8* bytes, int stride, float* x_scale, int* x_sum, int lane) {
     u32 magnitude = 0;
 #pragma unroll
@@ -108,6 +130,11 @@ __device__ __forceinline__ void store_fixed_point(const float (&values)[4], u8* 
     // The power of two that brings all magnitudes below 2^14
     const int exponent = min(max((int)(amax >> 23), 14), 254);
     const float unit = __uint_as_float((u32)(exponent - 13) << 23), inverse = __uint_as_float((u32)(267 - exponent) << 23);
+    if (lane == 0) *x_scale = amax < 0x7F800000u ? unit : __uint_as_float(0x7FC00000u);  // infinite or not a number
+#if FORMAT == FORMAT_TABLE
+    ((uint2*)bytes)[lane] = make_uint2(to_float16_pair(values[0] * inverse, values[1] * inverse),
+                                       to_float16_pair(values[2] * inverse, values[3] * inverse));
+#else
     int fixed[4], rounded[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -120,8 +147,8 @@ __device__ __forceinline__ void store_fixed_point(const float (&values)[4], u8* 
     int total = fixed[0] + fixed[1] + fixed[2] + fixed[3];
     total += __shfl_xor_sync(~0u, total, 1);
     total += __shfl_xor_sync(~0u, total, 2);
-    if (lane == 0) *x_scale = amax < 0x7F800000u ? unit : __uint_as_float(0x7FC00000u);  // infinite or not a number
     if (lane % 4 == 0) x_sum[lane / 4] = total;
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) hopper_gemv(
@@ -142,6 +169,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_gemv(
     float* const out = (float*)memory;                        // [K_GROUPS, ROW_TILES, 64], at the end
 
     asm volatile("griddepcontrol.launch_dependents;");
+#if FORMAT == FORMAT_TABLE
+    fill_lookup(THREADS);
+#endif
     if (thread == 0) {
         for (int s = 0; s < STAGES; s++) {
             barrier_init(full + 8 * s, 1);
@@ -197,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_gemv(
         for (int load = 0; load < LOADS; load++) {
             const int tile = start + load * (THREADS / 32);
             if (tile >= tiles) break;
-            store_fixed_point(loaded[load], bytes + tile * TILE_K, stride, x_scale + tile, x_sum + tile * 8, lane);
+            store_fixed_point(loaded[load], bytes + tile * X_TILE, stride, x_scale + tile, x_sum + tile * 8, lane);
         }
     }
     __syncthreads();
@@ -223,16 +253,35 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_gemv(
             for (int t = 0; t < K_TILES; t++) {
                 const int tile = step * K_TILES + t;
                 if (K_TILES > 1 && tile >= tiles) break;
+#if FORMAT == FORMAT_TABLE
+                const uint2 right = ((const uint2*)(bytes + tile * X_TILE))[lane];  // of step `column`
+#else
                 u32 right[4];
 #pragma unroll
                 for (int k = 0; k < 4; k++)  // an instruction has data of this lane if its two columns are for these 32
                     right[k] = column / 4 == k % 2 ? *(const u32*)(my_bytes + tile * TILE_K + 32 * k) : 0;
+#endif
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; r++) {
                     const u8* const codes = memory + stage * STAGE + (r * K_TILES + t) * W_TILE;
                     const u8* const scales = codes + CODE_BYTES;
                     u32 words[WORDS];
                     load_words(words, codes, thread % 128);
+#if FORMAT == FORMAT_TABLE
+                    float sums[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};  // of even and odd steps
+#pragma unroll
+                    for (int k = 0; k < K_STEPS; k++) {
+                        u32 left[4];
+#pragma unroll
+                        for (int i = 0; i < 4; i++) left[i] = look_up(words[k], i);
+                        mma(sums[k % 2], left, column == k ? right.x : 0, column == k ? right.y : 0);
+                    }
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {  // this lane has the sums of steps 2 * quad and 2 * quad + 1
+                        const float scale = x_scale[tile] * group_scale(scales, row + 8 * i, 2 * quad);
+                        acc[r][i] += scale * (sums[0][2 * i] + sums[1][2 * i + 1]);
+                    }
+#else
 #pragma unroll
                     for (int pair = 0; pair < 2; pair += PAIRS) {
                         int sums[4] = {0, 0, 0, 0}, total = 0;
@@ -250,8 +299,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_gemv(
                             const int zero = group_zero(scales, row + 8 * i, 4 * pair + quad);
                             const float scale = x_scale[tile] * group_scale(scales, row + 8 * i, 4 * pair + quad);
                             acc[r][i] += scale * (float)(sum - zero * total);
+#if SHIFTS
+                            const float shift = load_shift(scales, row + 8 * i, (4 * pair + quad) * GROUPS / 8);
+                            acc[r][i] += x_scale[tile] * shift * (float)total;
+#endif
                         }
                     }
+#endif
                 }
             }
             __syncwarp();

@@ -39,7 +39,7 @@ __device__ __forceinline__ void store_matrices(u32 address, const u32 (&values)[
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_stream_k(
     const __grid_constant__ TensorMap x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale,
     const float* __restrict__ x_scale, const u16* __restrict__ bias, u16* __restrict__ y, SUM* __restrict__ parts,
-    u32* __restrict__ flags, float factor, int batch, int rows, int k_tiles) {
+    u32* __restrict__ flags, float factor, int batch, int rows, int stride, int k_tiles) {
     extern __shared__ __align__(1024) u8 memory[];
     const int thread = threadIdx.x, group = thread / 128, block = blockIdx.x, blocks = gridDim.x;
     const int n_tiles = (batch + TILE_N - 1) / TILE_N, row_tiles = (rows + 63) / 64;
@@ -49,6 +49,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_stream_k(
     const u32 full = shared_address(w_memory + STAGES * ROW_TILES * W_TILE), empty = full + 8 * STAGES;
 
     asm volatile("griddepcontrol.launch_dependents;");
+#if FORMAT == FORMAT_TABLE
+    fill_lookup(THREADS);
+#endif
     if (thread == 0) {
         for (int s = 0; s < STAGES; s++) {
             barrier_init(full + 8 * s, 1);
@@ -146,11 +149,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_stream_k(
         wgmma_wait();
         const int last = (step - 1) % STAGES;
         SUM* const mine = parts + ((u64)block * CONSUMERS + thread) * 4;
-        const u64 stride = (u64)blocks * CONSUMERS * 4;
+        const u64 next = (u64)blocks * CONSUMERS * 4;  // the distance of four sums of a thread
         unit += count;
         if (first_k > 0) {
 #pragma unroll
-            for (int i = 0; i < ACC; i += 4) *(uint4*)(mine + i / 4 * stride) = *(const uint4*)&acc[i];
+            for (int i = 0; i < ACC; i += 4) *(uint4*)(mine + i / 4 * next) = *(const uint4*)&acc[i];
             consumers_sync();
             if (thread == 0) asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flags + block) : "memory");
             release(last);
@@ -168,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_stream_k(
 #pragma unroll
             for (int i = 0; i < ACC; i += 4) {
                 SUM part[4];
-                *(uint4*)part = __ldcg((const uint4*)(theirs + i / 4 * stride));
+                *(uint4*)part = __ldcg((const uint4*)(theirs + i / 4 * next));
 #pragma unroll
                 for (int j = 0; j < 4; j++) acc[i + j] += part[j];
             }
@@ -182,6 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_stream_k(
             scale[i] = factor * (row_scale ? row_scale[at] : 1.0f);
             offset[i] = bias ? from_half(bias[at]) : 0.0f;
         }
+        const bool aligned = (rows | stride) % 8 == 0 && (u64)y % 16 == 0;
         u8* const out = memory + last * X_TILE;  // [OUT_N, ROWS] half-precision results, 16 bytes at a time, swizzled
 #pragma unroll
         for (int start = 0; start < TILE_N; start += OUT_N) {
@@ -205,8 +209,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_stream_k(
             for (int item = thread; item < min(OUT_N, valid - start) * CHUNKS; item += CONSUMERS) {
                 const int n = item / CHUNKS, chunk = item % CHUNKS, at = first_row + chunk * 8;
                 const uint4 values = *(const uint4*)(out + n * OUT_ROW + ((chunk ^ (n & 7)) << 4));
-                u16* const target = y + (u64)(first_n + start + n) * rows + at;
-                if (rows % 8 == 0) {
+                u16* const target = y + (u64)(first_n + start + n) * stride + at;
+                if (aligned) {
                     if (at < rows) *(uint4*)target = values;
                 } else {
                     for (int i = 0; i < 8; i++)

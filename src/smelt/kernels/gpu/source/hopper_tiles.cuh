@@ -1,13 +1,15 @@
 // Tiles of packed weights, 64 rows x 128 columns, as `shuffle` of hopper_layout.py arranges them: how a thread loads and
 // dequantizes its part.
 //
-// hopper.py defines FORMAT, BITS, GROUPS (scales or zero points of a row in a tile), SCALE_BYTES, ZERO_BYTES,
-// ZERO_OFFSET, X_BYTES and HALF_IS_BF16 (the operands), FOLD.
+// hopper.py defines FORMAT, BITS, GROUPS (scales or zero points of a row in a tile), GROUP_LOOPS, SCALE_BYTES, SHIFTS (each
+// scale is followed by a shift), ZERO_BYTES, ZERO_OFFSET, X_BYTES and HALF_IS_BF16 (the operands), FOLD.
 
 constexpr int TILE_K = 128;                        // columns of a weight tile
 constexpr int CODE_BYTES = 64 * TILE_K * BITS / 8; // of a weight tile
-constexpr int W_TILE = (CODE_BYTES + 64 * GROUPS * (SCALE_BYTES + ZERO_BYTES) + 127) / 128 * 128;
+constexpr int SCALES_BYTES = 64 * GROUPS * SCALE_BYTES * (1 + SHIFTS);
+constexpr int W_TILE = (CODE_BYTES + SCALES_BYTES + 64 * GROUPS * ZERO_BYTES + 127) / 128 * 128;
 constexpr int K_STEPS = TILE_K * X_BYTES / 32;     // wgmma instructions per weight tile: 32 bytes of columns each
+constexpr int SETS = FORMAT == FORMAT_E2M1 || GROUPS <= GROUP_LOOPS ? 1 : GROUPS / GROUP_LOOPS;  // groups of a loop
 
 // ---------------------------------------------------------------------------------------------------- dequantization
 
@@ -29,6 +31,13 @@ __device__ __forceinline__ u32 multiply_add(u32 a, u32 b, u32 c) {
     return result;
 }
 
+// Return (a & mask) | b in one instruction: with two constants, the compiler would take two.
+__device__ __forceinline__ u32 and_or(u32 a, u32 mask, u32 b) {
+    u32 result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(a), "r"(mask), "r"(b));
+    return result;
+}
+
 __device__ __forceinline__ u32 twice(u32 half) { return half * 0x10001u; }
 
 // The number 2^m + c for a code c < 2^(bits of the mantissa) is an OR: its exponent with c as the mantissa.
@@ -37,40 +46,99 @@ constexpr u32 LIFT = 0x43004300u;  // 128
 #else
 constexpr u32 LIFT = 0x64006400u;  // 1024
 #endif
+constexpr bool EXACT_SCALES = SCALE_BYTES == 2 && SCALE_IS_BF16 == HALF_IS_BF16;  // they are numbers of the operands' type
 
-__device__ __forceinline__ float load_scale(const u8* scales, int index) {
+__device__ __forceinline__ float from_float16(u16 half) {
+    float result;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(half));
+    return result;
+}
+
+// Scales and zero points are [64, GROUPS].
+__device__ __forceinline__ float load_scale(const u8* scales, int row, int group) {
+    const int index = (row * GROUPS + group) * (1 + SHIFTS);
 #if SCALE_BYTES == 4
     return ((const float*)scales)[index];
 #elif SCALE_IS_BF16
     return __uint_as_float((u32)((const u16*)scales)[index] << 16);
 #else
-    float result;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(((const u16*)scales)[index]));
-    return result;
+    return from_float16(((const u16*)scales)[index]);
 #endif
 }
 
-// What a thread needs to dequantize a group of its two rows, `row` and `row + 8`, of a tile.
+__device__ __forceinline__ float load_shift(const u8* scales, int row, int group) {
+    return from_float16(((const u16*)scales)[2 * (row * GROUPS + group) + 1]);
+}
+
+__device__ __forceinline__ u32 load_zero(const u8* scales, int row, int group) {
+    return (scales + SCALES_BYTES)[row * GROUPS + group];
+}
+
+// Move the bits of a word up or down, from one position to another.
+__device__ __forceinline__ u32 move_bits(u32 word, int from, int to) { return to >= from ? word << (to - from) : word >> (from - to); }
+
+#if BITS == 3 || BITS == 5 || BITS == 6
+// Return the bits of the high plane of one or two bits at a step: those of the first row are `high_from` bits up in each
+// byte, those of the second as many bits further up as the plane has.
+constexpr int LOW_BITS = BITS == 3 ? 2 : 4, HIGH_BITS = BITS - LOW_BITS, HIGH_STEPS = 4 / HIGH_BITS;
+template <int WORDS>
+__device__ __forceinline__ u32 high_word(const u32 (&words)[WORDS], int step) { return words[2 * LOW_BITS + step / HIGH_STEPS]; }
+__device__ __forceinline__ int high_from(int step) { return 2 * HIGH_BITS * (step % HIGH_STEPS); }
+#endif
+
+#if FORMAT == FORMAT_TABLE
+// The values of two codes as half-precision numbers, [256, 32]: every lane has a copy in its own bank.
+__constant__ u16 VALUES[16] = {TABLE_VALUES};
+__shared__ __align__(1024) u32 lookup[256 * 32];
+
+__device__ __forceinline__ void fill_lookup(int threads) {
+    for (int i = threadIdx.x; i < 256 * 8; i += threads) {
+        const u32 pair = VALUES[i / 8 % 16] | (u32)VALUES[i / 128] << 16;
+        ((uint4*)lookup)[i] = make_uint4(pair, pair, pair, pair);
+    }
+}
+
+// Return the values of the codes in a byte of a word.
+__device__ __forceinline__ u32 look_up(u32 word, int byte) {
+    const u32 address = __byte_perm(word, 0, 0x4440 + byte) * 128 + (shared_address(lookup) + threadIdx.x % 32 * 4);
+    u32 values;
+    asm("ld.shared.u32 %0, [%1];" : "=r"(values) : "r"(address));
+    return values;
+}
+#endif
+
+// What a thread needs to dequantize the groups of a loop, in its two rows, `row` and `row + 8`, of a tile.
 struct Parameters {
-    u32 offset[2] = {ZERO_OFFSET, ZERO_OFFSET};  // zero points, as the lifted codes have them
-    u32 scale[2], rest[2];                       // a scale as the sum of two half-precision numbers
+    u32 offset[SETS][2];                // zero points, as the lifted codes have them
+    u32 scale[SETS][2], rest[SETS][2];  // a scale as the sum of two half-precision numbers
+    u32 shift[SETS][2];
 #if FORMAT == FORMAT_E2M1
     SCALES codes[2];  // of the scales of all groups of the tile, [64, GROUPS] bytes
 #endif
 
-    __device__ __forceinline__ void load(const u8* scales, int group, int row) {
+    __device__ __forceinline__ void load(const u8* scales, int loop, int row) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
+#pragma unroll
+            for (int set = 0; set < SETS; set++) {
+                const int group = loop * SETS + set;
 #if ZERO_BYTES
-            const u32 zero = (scales + 64 * GROUPS * SCALE_BYTES)[64 * group + row + 8 * i];
-            offset[i] = BITS == 8 && HALF_IS_BF16 ? __float_as_uint(8388608.0f + zero) : LIFT | twice(zero);
+                const u32 zero = load_zero(scales, row + 8 * i, group);
+                offset[set][i] = BITS == 8 && HALF_IS_BF16 ? __float_as_uint(8388608.0f + zero) : LIFT | twice(zero);
+#else
+                offset[set][i] = ZERO_OFFSET;
 #endif
 #if FOLD
-            const float value = load_scale(scales, 64 * group + row + 8 * i);
-            scale[i] = to_pair(value, value);
-            const float error = value - from_half((u16)scale[i]);
-            rest[i] = to_pair(error, error);
+                const float value = load_scale(scales, row + 8 * i, group);
+                scale[set][i] = to_pair(value, value);
+                const float error = value - from_half((u16)scale[set][i]);
+                rest[set][i] = to_pair(error, error);
+#if SHIFTS
+                const float by = load_shift(scales, row + 8 * i, group);
+                shift[set][i] = to_pair(by, by);
 #endif
+#endif
+            }
 #if FORMAT == FORMAT_E2M1
             codes[i] = ((const SCALES*)scales)[row + 8 * i];
 #endif
@@ -89,7 +157,7 @@ struct Parameters {
         return twice(code ? code << 7 : 0x0040);  // a power of two; 2^-127 is subnormal
 #endif
 #else
-        return scale[i];
+        return scale[0][i];
 #endif
     }
 };
@@ -98,22 +166,24 @@ struct Parameters {
 // `row + 8`.
 template <int WORDS>
 __device__ __forceinline__ void dequantize(u32 (&out)[4], const u32 (&words)[WORDS], int step, const Parameters& p) {
-    const u32 (&offset)[2] = p.offset;
+    const int set = SETS == 1 ? 0 : step * GROUPS / K_STEPS % SETS;
+    const u32 (&offset)[2] = p.offset[set];
 #if X_BYTES == 2 && FORMAT == FORMAT_INT
 #if BITS == 4
     const u32 word = words[step];
 #pragma unroll
-    for (int i = 0; i < 4; i++) out[i] = subtract(((word >> (4 * i)) & 0x000F000Fu) | LIFT, offset[i & 1]);
+    for (int i = 0; i < 4; i++) out[i] = subtract(and_or(word >> (4 * i), 0x000F000Fu, LIFT), offset[i & 1]);
 #elif BITS == 2
-    const u32 word = words[step / 2] >> (8 * (step & 1));
+    const u32 word = words[step / 2] >> (4 * (step & 1));
 #pragma unroll
-    for (int i = 0; i < 4; i++) out[i] = subtract(((word >> (2 * i)) & 0x00030003u) | LIFT, offset[i & 1]);
-#elif BITS == 3
-    const u32 low = words[step / 2] >> (8 * (step & 1)), high = words[4 + step / 4] >> (4 * (step & 3));
+    for (int i = 0; i < 4; i++) out[i] = subtract(and_or(word >> (8 * (i / 2) + 2 * (i & 1)), 0x00030003u, LIFT), offset[i & 1]);
+#elif BITS < 8
+    const u32 low = BITS == 3 ? words[step / 2] >> (4 * (step & 1)) : words[step], high = high_word(words, step);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const u32 code = ((low >> (2 * i)) & 0x00030003u) | (((high >> i) & 0x00010001u) << 2);
-        out[i] = subtract(code | LIFT, offset[i & 1]);
+        const u32 from = 8 * (i / 2) + high_from(step) + HIGH_BITS * (i & 1);
+        const u32 code = and_or(low >> (8 * (i / 2) + LOW_BITS * (i & 1)), twice((1 << LOW_BITS) - 1), LIFT);
+        out[i] = subtract(and_or(move_bits(high, from, LOW_BITS), twice((1 << BITS) - (1 << LOW_BITS)), code), offset[i & 1]);
     }
 #else  // 8 bits: bytes of a word belong to registers 0, 0, 1, 1 or 2, 2, 3, 3
 #pragma unroll
@@ -145,21 +215,8 @@ __device__ __forceinline__ void dequantize(u32 (&out)[4], const u32 (&words)[WOR
 #endif
     }
 #elif FORMAT == FORMAT_TABLE
-    // Bytes of the values of four codes: a permutation looks up eight entries, another one selects between two halves
-    const u32 word = words[step];
-    u32 first[2], last[2];  // values of codes 0, 1 and of 2, 3, for both halves of the word
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const u32 codes = word >> (16 * half), entry = codes & 0x7777u, upper = ((codes >> 1) & 0x4444u) | 0x3210u;
-        const u32 low = __byte_perm(__byte_perm(TABLE_LOW_0, TABLE_LOW_1, entry), __byte_perm(TABLE_LOW_2, TABLE_LOW_3, entry), upper);
-        const u32 high = __byte_perm(__byte_perm(TABLE_HIGH_0, TABLE_HIGH_1, entry), __byte_perm(TABLE_HIGH_2, TABLE_HIGH_3, entry), upper);
-        first[half] = __byte_perm(low, high, 0x5140);
-        last[half] = __byte_perm(low, high, 0x7362);
-    }
-    out[0] = __byte_perm(first[0], first[1], 0x5410);
-    out[1] = __byte_perm(first[0], first[1], 0x7632);
-    out[2] = __byte_perm(last[0], last[1], 0x5410);
-    out[3] = __byte_perm(last[0], last[1], 0x7632);
+    for (int i = 0; i < 4; i++) out[i] = look_up(words[step], i);
 #elif BITS == 4  // to int8, 16 times as large; codes are in two's complement
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -172,20 +229,25 @@ __device__ __forceinline__ void dequantize(u32 (&out)[4], const u32 (&words)[WOR
 #endif
 #if FOLD
 #pragma unroll
-    for (int i = 0; i < 4; i++) out[i] = multiply_add(out[i], p.scale[i & 1], multiply(out[i], p.rest[i & 1]));
+    for (int i = 0; i < 4; i++) {
+        const u32 scale = p.scale[set][i & 1], rest = p.rest[set][i & 1];
+#if SHIFTS
+        out[i] = multiply_add(out[i], scale, EXACT_SCALES ? p.shift[set][i & 1] : multiply_add(out[i], rest, p.shift[set][i & 1]));
+#else
+        out[i] = EXACT_SCALES ? multiply(out[i], scale) : multiply_add(out[i], scale, multiply(out[i], rest));
+#endif
+    }
 #endif
 }
 
 constexpr int WORDS = CODE_BYTES / 128 / 4;  // of codes that a thread has in a tile
 
-// Load the codes of a thread of a warpgroup, 16 bytes at a time.
+// Load the codes of a thread of a warpgroup, 16 bytes at a time, plane by plane.
 __device__ __forceinline__ void load_words(u32 (&words)[WORDS], const u8* tile, int thread) {
-#if BITS == 3  // planes of two bits and of one
-    *(uint4*)&words[0] = ((const uint4*)tile)[thread];
-    *(uint2*)&words[4] = ((const uint2*)(tile + 2048))[thread];
-#else
 #pragma unroll
     for (int i = 0; i < WORDS / 4; i++) *(uint4*)&words[4 * i] = ((const uint4*)tile)[128 * i + thread];
+#if BITS == 3 || BITS == 5  // a plane of one bit
+    *(uint2*)&words[2 * LOW_BITS] = ((const uint2*)(tile + 1024 * LOW_BITS))[thread];
 #endif
 }
 
