@@ -365,6 +365,38 @@ def test_eight_bit_products_equal_the_reference(name: str, inputs: str) -> None:
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize(("name", "inputs"), [("fp8-e4m3", "fp8-e4m3"), ("int8/row", "int8"), ("int4/row", "int8")])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_quantized_gemv_is_fused_with_norm_gate_and_residual(name: str, inputs: str, static: bool) -> None:
+    from smelt.kernels.gpu.hopper_linear import HopperLinear
+
+    rule = ActivationQuant(get_format(inputs), torch.full((1,), 0.02, device="cuda") if static else None)
+    for rows, columns in ((128, 256), (384, 14336), (28672, 2048)):
+        packed, quantized = packed_matrix(name, rows, columns, "cuda")
+        product = HopperLinear.prepare([packed], rule, BF16)
+        assert product is not None and product.path(1) == "gemv"
+        weights, quant = product.weights, product.quant
+        x, norm = (torch.randn(1, columns, device="cuda", dtype=BF16) for _ in range(2))
+        normed = (x.float() * torch.rsqrt(x.float().square().mean() + 1e-5) * norm.float()).to(BF16)
+        matrix = quantized.dequantize().double()
+        expected = rule.fake_quantize(normed.float()).double() @ matrix.T
+        fused = {"quant": quant, "norm": norm, "epsilon": 1e-5}
+        assert relative_error(hopper.gemv(x, weights, **fused), expected) < 1e-2  # a rounded x may have another code
+        gate, up = expected.chunk(2, dim=1)
+        gated = hopper.gemv(x, weights, **fused, gated=True)
+        assert relative_error(gated, torch.nn.functional.silu(gate) * up) < 2e-2
+        hidden = torch.randn(1, rows, device="cuda", dtype=BF16)
+        added = hidden.double() + rule.fake_quantize(x.float()).double() @ matrix.T
+        assert hopper.gemv(x, weights, quant=quant, residual=hidden) is hidden and relative_error(hidden, added) < 4e-3
+        for value in (float("nan"), float("inf")):
+            x[0, 5] = value
+            codes = product(x.repeat(2, 1))[0]  # the GEMM, after a kernel that quantizes
+            assert torch.equal(product(x)[0].isnan(), codes.isnan())
+            assert value != value or relative_error(product(x)[0], codes.double()) < 4e-3
+
+
+@pytest.mark.gpu
+@on_hopper
 @pytest.mark.parametrize("batch", [1, 5, 40, 90, 100])
 def test_every_configuration_gives_the_same(batch: int) -> None:
     """Teams, splits, stages and both places of the scales: all within rounding, and each the same twice."""

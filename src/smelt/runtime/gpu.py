@@ -171,10 +171,10 @@ class FusedLinear:
             layer: Any = self.layers[0]
             return fused_gemv(x, layer.weight, layer.bias, **fused)
         if len(self.products) == 1:
-            return hopper_gemv(x, self.products[0].weights, self._biases[0], **fused)
+            return hopper_gemv(x, self.products[0].weights, self._biases[0], quant=self.products[0].quant, **fused)
         y, parts = self._empty_outputs(1)
         for product, bias, part in zip(self.products, self._biases, parts, strict=True):
-            hopper_gemv(x, product.weights, bias, out=part, **fused)
+            hopper_gemv(x, product.weights, bias, quant=product.quant, out=part, **fused)
         return y
 
     def _empty_outputs(self, tokens: int) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -253,7 +253,8 @@ def linear_graph(linears: Sequence[FusedLinear], tokens: int, quantize_before: b
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(tokens, layer.in_features, generator=generator, device=device).to(linears[0].dtype)
     inputs: Tensor | QuantizedRows = x
-    if quantize_before and linears[0].quant is not None and layer.in_features <= MAX_QUANTIZED_WIDTH:
+    fused = tokens == 1 and linears[0].fuses_gemv  # with the quantization
+    if quantize_before and not fused and linears[0].quant is not None and layer.in_features <= MAX_QUANTIZED_WIDTH:
         inputs = add_rms_norm_quantize(x, None, torch.ones_like(x[0]), 1e-6, linears[0].quant)
     for linear in linears:  # compile, and allocate workspaces, before the capture
         linear.project(inputs)

@@ -7,12 +7,16 @@ import itertools
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from smelt.kernels.gpu.hopper_layout import MAX_GROUPS, TILE_K, TILE_ROWS, Layout, ShuffledMatrix
 from smelt.kernels.gpu.nvrtc import CudaKernel, compile_to_cubin, tensor_map
+
+if TYPE_CHECKING:  # needs Triton
+    from smelt.kernels.gpu.activations import RowQuant
 
 ARCHITECTURE, GEMM_KERNEL = "sm_90a", "hopper_gemm"
 STREAM_K_KERNEL = "hopper_stream_k"
@@ -131,17 +135,18 @@ def gemm(
 
 
 def supports_gemv(layout: Layout) -> bool:
-    return layout.element in ("int", "e2m1", "table") and layout.operand_bytes == 2
+    return layout.operand_bytes == 2 or not layout.groups
 
 
 def gemv(
     x: Tensor, weights: ShuffledMatrix, bias: Tensor | None = None, config: GemvConfig | None = None, *,
-    norm: Tensor | None = None, epsilon: float = 0.0, gated: bool = False, residual: Tensor | None = None,
-    out: Tensor | None = None,
+    quant: RowQuant | None = None, norm: Tensor | None = None, epsilon: float = 0.0, gated: bool = False,
+    residual: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Multiply x [1, columns] -> [1, rows], or [1, rows / 2] if gated, then half of the rows is a multiple of 64.
 
-    `norm`: weight of an RMSNorm of x; `residual`: updated in place; `out`: where the results go otherwise.
+    `quant`: how x is quantized, for operands in 8 bits; `norm`: weight of an RMSNorm of x before that; `residual`:
+    updated in place; `out`: where the results go otherwise.
     """
     layout, k_tiles = weights.layout, weights.tiles.shape[1]
     rows = weights.rows // 2 if gated else weights.rows
@@ -149,12 +154,15 @@ def gemv(
     if y is None:
         y = torch.empty(1, rows, dtype=x.dtype, device=x.device)
     config = config or choose_gemv_config(weights, _num_sms(x.device), gated)
-    kernel = _load_gemv(layout, config, norm is not None, residual is not None, k_tiles, x.device)
+    scale_dtype = "float32" if quant is None else quant.scale_dtype
+    kernel = _load_gemv(layout, config, norm is not None, residual is not None, k_tiles, scale_dtype, x.dtype, x.device)
     factor = weights.factor / 2 if layout.element == "e2m1" else weights.factor  # its codes are doubled
     arguments = (
         _pointer(x), _pointer(weights.tiles), _pointer(weights.row_scale), _pointer(bias), _pointer(y), _pointer(norm),
         ctypes.c_float(factor), ctypes.c_float(epsilon), ctypes.c_int(rows), ctypes.c_int(weights.columns),
-        ctypes.c_int(k_tiles),
+        ctypes.c_int(k_tiles), _pointer(None if quant is None else quant.static_scale),
+        ctypes.c_float(1.0 if quant is None else quant.clip_ratio),
+        ctypes.c_float(1.0 if quant is None else quant.amax_code),
     )  # fmt: skip
     cluster = (1, config.split_k, 1) if config.split_k > 1 else None
     kernel.launch((-(-rows // TILE_ROWS), config.split_k, 1), 128 * config.k_groups + 32, arguments, cluster=cluster)
@@ -163,9 +171,11 @@ def gemv(
 
 @cache
 def _load_gemv(
-    layout: Layout, config: GemvConfig, norm: bool, residual: bool, k_tiles: int, device: torch.device
-) -> CudaKernel:
-    cubin = compile_to_cubin(gemv_source(layout, config, norm, residual), "hopper_gemv", ARCHITECTURE)
+    layout: Layout, config: GemvConfig, norm: bool, residual: bool, k_tiles: int, scale_dtype: str, dtype: torch.dtype,
+    device: torch.device,
+) -> CudaKernel:  # fmt: skip
+    source = gemv_source(layout, config, norm, residual, k_tiles, scale_dtype, dtype)
+    cubin = compile_to_cubin(source, "hopper_gemv", ARCHITECTURE)
     shared_bytes = config.shared_bytes(layout, k_tiles) - layout.lookup_bytes  # the table is not dynamic
     return CudaKernel.load(cubin, "hopper_gemv", device, shared_bytes)
 
@@ -348,14 +358,23 @@ def _can_flush(layout: Layout, config: Config) -> bool:
     return not layout.shifts and (layout.groups < MAX_GROUPS or config.tile_n <= 16)
 
 
-def gemv_source(layout: Layout, config: GemvConfig, norm: bool = False, residual: bool = False) -> str:
-    tiles = {
+def gemv_source(
+    layout: Layout, config: GemvConfig, norm: bool = False, residual: bool = False, k_tiles: int = 32,
+    scale_dtype: str = "float32", dtype: torch.dtype = torch.bfloat16,
+) -> str:  # fmt: skip
+    """Return the source of a GEMV. Operands in 8 bits: x has `k_tiles` tiles of columns, and is of `dtype`."""
+    tiles: dict[str, object] = {
         "K_TILES": config.k_tiles, "K_GROUPS": config.k_groups, "STAGES": config.stages, "SPLIT_K": config.split_k,
         "PREFETCH": min(config.prefetch, config.stages), "GATED": int(config.gated), "NORM": int(norm),
         "RESIDUAL": int(residual), "FOLD": 0, "DEFAULT_ZERO": layout.default_zero,
     }  # fmt: skip
-    definitions = {**_definitions(layout, getattr(torch, layout.operands)), **_table_definitions(layout, torch.float16)}
-    return _source({**definitions, **tiles}, _read("hopper_gemv.cu"))
+    if layout.operand_bytes == 1:
+        threads = 128 * config.k_groups + 32
+        loads = -(-k_tiles * TILE_K // (4 * threads))
+        tiles |= {"X_LOADS": loads, "X_SCALE_DTYPE": ("float32", "float16", "bfloat16").index(scale_dtype)}
+    else:
+        dtype = getattr(torch, layout.operands)
+    return _source({**_definitions(layout, dtype), **tiles}, _read("hopper_gemv.cu"))
 
 
 def dequantize_source(layout: Layout) -> str:

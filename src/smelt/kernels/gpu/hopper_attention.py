@@ -27,7 +27,7 @@ DECODE_TOKENS, MAX_HEADS, MAX_GROUP = 16, 8, 8  # decode: keys per tile, KV head
 # With fewer requests Triton's kernel is faster, which needs no other kernel for RoPE; with long contexts not as soon.
 MIN_DECODE_REQUESTS, MIN_LONG_DECODE_REQUESTS, LONG_CONTEXT = 32, 16, 8192
 MIN_SPLIT, MAX_SPLITS = 64, 64  # keys of a split; splits of a request, which one block merges
-MAX_FEW_REQUESTS, FEW_THREADS = 8, 256  # of `decode_few`
+SHORT_CONTEXT, FEW_THREADS = 2048, 256  # of `decode_few`: beyond, more splits than a cluster has are faster
 INFINITY = "__int_as_float(0x7f800000)"
 _HALF_SHARED_BYTES = 113 * 1024
 
@@ -142,19 +142,16 @@ class FewTiles:
     splits: int  # blocks of a cluster, each with a part of the keys
 
 
-def supports_decode_few(qkv: Tensor, key_pages: Tensor, kv_quant: KVQuantFormat | None) -> bool:
+def supports_decode_few(qkv: Tensor, key_pages: Tensor, kv_quant: KVQuantFormat | None, max_seq_len: int) -> bool:
     """Return whether `decode_few` computes, and is faster for, `qkv` [requests, ...] over such pages."""
-    head_dim = key_pages.shape[3]
-    return (
-        kv_quant is None and len(qkv) <= MAX_FEW_REQUESTS and head_dim in (64, 128) and qkv.dtype == key_pages.dtype
-        and _is_hopper_half(qkv)
-    )  # fmt: skip
+    fast = len(qkv) == 1 and max_seq_len <= SHORT_CONTEXT
+    half = qkv.dtype == key_pages.dtype and _is_hopper_half(qkv)
+    return fast and half and kv_quant is None and key_pages.shape[3] in (64, 128)
 
 
-def few_tiles(requests: int, group: int) -> FewTiles:
-    """Return the tiles for a number of requests, tuned on an H200."""
-    heads, splits = (2, 8) if requests == 1 else (4, 4) if requests <= 4 else (2, 2)
-    return FewTiles(next(count for count in (heads, 2, 1) if group % count == 0), splits)
+def few_tiles(group: int) -> FewTiles:
+    """Return the tiles for one request, tuned on an H200."""
+    return FewTiles(2 if group % 2 == 0 else 1, 8)
 
 
 def decode_few(
@@ -169,7 +166,7 @@ def decode_few(
     _, block_size, kv_heads, head_dim = key_pages.shape
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     group = heads // kv_heads
-    tiles = tiles or few_tiles(requests, group)
+    tiles = tiles or few_tiles(group)
     kernel = _load_decode_few(tiles, qkv.dtype, head_dim, group, block_size, rotary.qk_norms is not None, qkv.device)
     output = torch.empty(requests, heads * head_dim, dtype=qkv.dtype, device=qkv.device)
     query_norm, key_norm = rotary.qk_norms or (rotary.cos, rotary.cos)

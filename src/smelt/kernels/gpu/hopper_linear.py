@@ -62,7 +62,7 @@ class HopperLinear:
             return None
         return RowQuant(
             getattr(torch, self.weights.layout.operands), amax_code(self.inputs), self.inputs.format.scale_dtype,
-            self.inputs.scale, self.inputs.clip_ratio,
+            None if self.inputs.scale is None else self.inputs.scale.float(), self.inputs.clip_ratio,
         )  # fmt: skip
 
     def __call__(self, x: Tensor | QuantizedRows, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -71,9 +71,11 @@ class HopperLinear:
             return self._multiply_codes(x, bias, out)
         if x.stride(1) != 1 or x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
             x = x.contiguous()
-        if self.quant is None:
-            return self._half(x, bias, out)
         rule = self.quant
+        if self.path(len(x)) == "gemv":
+            return hopper.gemv(x, self.weights, bias, quant=rule, out=out)
+        if rule is None:
+            return self._half(x, bias, out)
         codes, scales = launch.quantize_rows(
             x, rule.dtype, rule.amax_code, rule.scale_dtype, rule.static_scale, rule.clip_ratio
         )
@@ -82,7 +84,7 @@ class HopperLinear:
     @property
     def has_gemv(self) -> bool:
         """Whether one row of x is multiplied by a kernel that can be fused with the operations around it."""
-        return self.inputs is None and hopper.supports_gemv(self.weights.layout)
+        return hopper.supports_gemv(self.weights.layout)
 
     def kernel_sources(self, dtype: torch.dtype) -> set[str]:
         """Return the source of every GEMM that some batch size takes, for results of a dtype."""
@@ -99,16 +101,13 @@ class HopperLinear:
         return "gemm" if batch <= GEMM_BATCH or only_gemm else "expand"
 
     def _half(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        path = self.path(len(x))
-        if path == "gemv":
-            return hopper.gemv(x, self.weights, bias, out=out)
-        if path == "gemm":
+        if self.path(len(x)) == "gemm":
             return hopper.gemm(x, self.weights, bias, out=out)
         y = F.linear(x, hopper.dequantize(self.weights), bias)
         return y if out is None else out.copy_(y)
 
     def _multiply_codes(self, x: QuantizedRows, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        if self.path(len(x)) == "gemm":
+        if self.path(len(x)) != "expand":
             return hopper.gemm(x.codes, self.weights, bias, x.scales, x.dtype, out=out)
         assert self.weights.row_scale is not None
         y = torch._scaled_mm(

@@ -164,7 +164,7 @@ class PagedGpuPages:
         def attend(qkv: Tensor, part: Attention) -> Tensor:
             keys, values, *_, kv_quant = self.cache.layer(part.layer)
             rope = network.rotary_params(part)
-            if hopper_attention.supports_decode_few(qkv, keys, kv_quant):
+            if hopper_attention.supports_decode_few(qkv, keys, kv_quant, self.max_model_len):
                 return hopper_attention.decode_few(qkv, keys, values, metadata, rope, part.scale, part.window)
             sizes = part.num_heads, part.num_kv_heads, self.block_size, self.max_model_len
             if not hopper_attention.supports_decode(kv_quant, qkv, *sizes):

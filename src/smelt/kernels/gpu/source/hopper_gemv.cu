@@ -11,6 +11,9 @@
 // exact. A matrix instruction has 16 columns of W, and those of x in the column of its right operand that has the
 // number of the step in the tile.
 //
+// Operands in 8 bits: x is quantized like rows of a batch (kernels/gpu/activations.py), and multiplied as int8, or E4M3 as
+// float16, which has all of its values.
+//
 // NORM: apply RMSNorm to x first; its weights multiply x, and its divisor the results. GATED: W has `rows` rows of the
 // gate projection, then `rows` of the up projection; a block computes 64 of both. RESIDUAL: add the results to y.
 //
@@ -20,7 +23,7 @@ constexpr int ROW_TILES = GATED ? 2 : 1;
 constexpr int CONSUMERS = 128 * K_GROUPS, THREADS = CONSUMERS + 32;
 constexpr int STAGE = K_TILES * ROW_TILES * W_TILE;
 constexpr int LOADS = 4;                      // of x in flight in a warp
-constexpr int X_TILE = FORMAT == FORMAT_TABLE ? 2 * TILE_K : TILE_K;  // bytes of x, or of its high bytes
+constexpr int X_TILE = FORMAT == FORMAT_TABLE || FORMAT == FORMAT_E4M3 ? 2 * TILE_K : TILE_K;  // bytes of x, or its high ones
 constexpr int PAIRS = GROUPS > 1 ? 1 : 2;     // of matrix instructions that share a scale: 64 columns each
 
 // Select bytes of two words by the four low nibbles of a third; a nibble from 8 on repeats the sign of its byte.
@@ -151,10 +154,84 @@ __device__ __forceinline__ void store_fixed_point(const float (&values)[4], u8* 
 #endif
 }
 
+#if X_BYTES == 1
+__device__ __forceinline__ u32 from_e4m3(u32 word, int half) {  // two codes to float16
+    u32 result;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;\n}" : "=r"(result) : "r"(word >> (16 * half)));
+    return result;
+}
+
+__device__ __forceinline__ void signed_mma(int (&sums)[4], const u32* a, u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Return the largest of all threads of the block.
+__device__ __forceinline__ u32 block_max(u32 value, u32* memory) {
+    value = __reduce_max_sync(~0u, value);
+    if (threadIdx.x % 32 == 0) memory[threadIdx.x / 32] = value;
+    __syncthreads();
+    for (int warp = 0; warp < THREADS / 32; warp++) value = max(value, memory[warp]);
+    return value;
+}
+
+__device__ __forceinline__ float block_sum(float value, float* memory) {
+#pragma unroll
+    for (int i = 16; i; i /= 2) value += __shfl_xor_sync(~0u, value, i);
+    if (threadIdx.x % 32 == 0) memory[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = 0.0f;
+    for (int warp = 0; warp < THREADS / 32; warp++) value += memory[warp];
+    return value;
+}
+
+// Return the scale of x: the largest finite magnitude maps to `amax_code`.
+__device__ __forceinline__ float scale_of(float amax, float clip_ratio, float amax_code) {
+    const float scale = __fdiv_rn(amax * clip_ratio, amax_code);
+    if (amax == 0.0f) return 1.0f;
+#if X_SCALE_DTYPE == 1  // float16
+    float rounded;
+    asm("{\n.reg .b16 half;\ncvt.rn.f16.f32 half, %1;\ncvt.f32.f16 %0, half;\n}" : "=f"(rounded) : "f"(fminf(scale, 65504.0f)));
+    return fmaxf(rounded, 5.9604644775390625e-08f);
+#elif X_SCALE_DTYPE == 2  // bfloat16
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(pair) : "f"(fminf(scale, 3.38e38f)));
+    return fmaxf(__uint_as_float(pair << 16), 1.1754943508222875e-38f);
+#else
+    return fmaxf(fminf(scale, 3.4e38f), 1.1754943508222875e-38f);
+#endif
+}
+
+// Quantize four values and store them as the right operand.
+__device__ __forceinline__ void store_codes(const float (&values)[4], float scale, u8* bytes, int column) {
+    float steps[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float quotient = __fdiv_rn(values[i], scale);
+        steps[i] = quotient == quotient ? quotient : 0.0f;
+    }
+#if FORMAT == FORMAT_E4M3
+    u32 words[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        asm("{\n.reg .b16 codes;\ncvt.rn.satfinite.e4m3x2.f32 codes, %2, %1;\ncvt.rn.f16x2.e4m3x2 %0, codes;\n}"
+            : "=r"(words[i]) : "f"(steps[2 * i]), "f"(steps[2 * i + 1]));
+    *(uint2*)(bytes + 2 * column) = make_uint2(words[0], words[1]);
+#else
+    u32 word = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) word |= (u32)(u8)__float2int_rn(fminf(fmaxf(steps[i], -128.0f), 127.0f)) << (8 * i);
+    *(u32*)(bytes + column) = word;
+#endif
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS) hopper_gemv(
     const u16* __restrict__ x, const u8* __restrict__ weights, const float* __restrict__ row_scale,
     const u16* __restrict__ bias, u16* __restrict__ y, const u16* __restrict__ norm, float factor, float epsilon, int rows,
-    int columns, int k_tiles) {
+    int columns, int k_tiles, const float* __restrict__ static_scale, float clip_ratio, float amax_code) {
     extern __shared__ __align__(1024) u8 memory[];
     __shared__ float squares[THREADS / 32];
     const int thread = threadIdx.x, group = thread / 128, lane = thread % 32, rank = blockIdx.y;
@@ -192,6 +269,55 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_gemv(
     if (thread == CONSUMERS)
         for (int step = 0; step < min(PREFETCH, count); step++) copy_weights(step, step);
     asm volatile("griddepcontrol.wait;" ::: "memory");  // x comes from the kernel before
+#if X_BYTES == 1
+    __shared__ u32 magnitudes[THREADS / 32], flags[THREADS / 32];
+    float held[X_LOADS][4];  // the whole row, since its scale depends on all of it
+#pragma unroll
+    for (int i = 0; i < X_LOADS; i++) {
+        const int column = 4 * (thread + i * THREADS);
+#pragma unroll
+        for (int k = 0; k < 4; k++) held[i][k] = 0.0f;
+        if (column >= columns) continue;
+        load_two(held[i], x + column);
+        load_two(held[i] + 2, x + column + 2);
+    }
+#if NORM
+    float square = 0.0f;
+#pragma unroll
+    for (int i = 0; i < X_LOADS; i++)
+#pragma unroll
+        for (int k = 0; k < 4; k++) square += held[i][k] * held[i][k];
+    const float inverse = rsqrtf(block_sum(square, squares) / columns + epsilon);
+#pragma unroll
+    for (int i = 0; i < X_LOADS; i++) {
+        const int column = 4 * (thread + i * THREADS);
+        if (column >= columns) continue;
+        float by[4];
+        load_two(by, norm + column);
+        load_two(by + 2, norm + column + 2);
+#pragma unroll
+        for (int k = 0; k < 4; k++) held[i][k] = from_half((u16)to_pair(held[i][k] * inverse * by[k], 0.0f));
+    }
+#endif
+    u32 magnitude = 0, has_nan = 0;
+#pragma unroll
+    for (int i = 0; i < X_LOADS; i++)
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const u32 bits = __float_as_uint(held[i][k]) & 0x7FFFFFFFu;
+            magnitude = max(magnitude, bits < 0x7F800000u ? bits : 0);  // infinities do not count
+            has_nan |= bits > 0x7F800000u;
+        }
+    magnitude = block_max(magnitude, magnitudes);
+    has_nan = block_max(has_nan, flags);
+    const float step = static_scale ? *static_scale : scale_of(__uint_as_float(magnitude), clip_ratio, amax_code);
+    factor *= has_nan ? __uint_as_float(0x7FC00000u) : step;
+#pragma unroll
+    for (int i = 0; i < X_LOADS; i++) {
+        const int column = 4 * (thread + i * THREADS) - first_tile * TILE_K;
+        if (column >= 0 && column < tiles * TILE_K) store_codes(held[i], step, bytes, column);
+    }
+#else
 #if NORM
     float square = 0.0f;
     for (int column = 4 * thread; column < columns; column += 4 * THREADS) {
@@ -230,6 +356,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_gemv(
             store_fixed_point(loaded[load], bytes + tile * X_TILE, stride, x_scale + tile, x_sum + tile * 8, lane);
         }
     }
+#endif
     __syncthreads();
 
     if (group == K_GROUPS) {
@@ -253,8 +380,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_gemv(
             for (int t = 0; t < K_TILES; t++) {
                 const int tile = step * K_TILES + t;
                 if (K_TILES > 1 && tile >= tiles) break;
-#if FORMAT == FORMAT_TABLE
+#if FORMAT == FORMAT_TABLE || FORMAT == FORMAT_E4M3
                 const uint2 right = ((const uint2*)(bytes + tile * X_TILE))[lane];  // of step `column`
+#elif X_BYTES == 1
+                const u32* const right = (const u32*)(bytes + tile * X_TILE) + 8 * column + quad;  // of step `column` < 4
 #else
                 u32 right[4];
 #pragma unroll
@@ -267,7 +396,28 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_gemv(
                     const u8* const scales = codes + CODE_BYTES;
                     u32 words[WORDS];
                     load_words(words, codes, thread % 128);
-#if FORMAT == FORMAT_TABLE
+#if FORMAT == FORMAT_E4M3
+                    float sums[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};  // of even and odd steps
+#pragma unroll
+                    for (int k = 0; k < 8; k++) {
+                        const u32* const two = words + 2 * k;  // rows `row` and `row + 8`
+                        const u32 left[4] = {from_e4m3(two[0], 0), from_e4m3(two[1], 0), from_e4m3(two[0], 1), from_e4m3(two[1], 1)};
+                        mma(sums[k % 2], left, column == k ? right.x : 0, column == k ? right.y : 0);
+                    }
+#pragma unroll
+                    for (int i = 0; i < 2; i++) acc[r][i] += sums[0][2 * i] + sums[1][2 * i + 1];
+#elif X_BYTES == 1
+                    const Parameters none = {};
+                    int sums[4] = {0, 0, 0, 0};
+#pragma unroll
+                    for (int k = 0; k < 4; k++) {
+                        u32 left[4];
+                        dequantize(left, words, k, none);
+                        signed_mma(sums, left, column == k ? right[0] : 0, column == k ? right[4] : 0);
+                    }
+#pragma unroll
+                    for (int i = 0; i < 2; i++) acc[r][i] += (float)(sums[2 * i] + sums[2 * i + 1]);
+#elif FORMAT == FORMAT_TABLE
                     float sums[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};  // of even and odd steps
 #pragma unroll
                     for (int k = 0; k < K_STEPS; k++) {
@@ -328,7 +478,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_gemv(
 #endif
     const int at = blockIdx.x * 64 + thread;
     if (thread < 64 && thread / 32 % SPLIT_K == rank && at < rows) {
-#if NORM
+#if NORM && X_BYTES == 2
         float square = 0.0f;
         for (int warp = 0; warp < THREADS / 32; warp++) square += squares[warp];
         factor *= rsqrtf(square / columns + epsilon);
