@@ -6,7 +6,9 @@ folder that would change the result is rejected.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "layer_replication": (None, []),
     "lora_bias": (None, False),
 }
+RANK_MULTIPLE = 8  # rows of stacked up factors are aligned for vector loads
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,43 @@ class Factors:
 
     down: Tensor  # A [rank, in]
     up: Tensor  # s B [out, rank]
+
+
+class StackedFactors:
+    """Buffers for the factors of several adapters, one slot each, of layers that share an input.
+
+    Kernels read them by slot, so they are replaced in place. Ranks are padded with zeros, and a layer that an adapter
+    does not change has zeros.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        in_features: int = layers[0].in_features  # type: ignore[assignment]
+        self.out_features: list[int] = [layer.out_features for layer in layers]  # type: ignore[misc]
+        self.rank = -(-max_rank // RANK_MULTIPLE) * RANK_MULTIPLE
+        self.down = torch.zeros(num_slots, len(layers) * self.rank, in_features, dtype=dtype, device=device)
+        self.up = torch.zeros(num_slots, sum(self.out_features), self.rank, dtype=dtype, device=device)
+        self.offsets = torch.tensor(
+            [0, *itertools.accumulate(self.out_features)], dtype=torch.int32, device=device
+        )  # where each layer starts in the outputs, and the end
+
+    def write(self, slot: int, factors: Sequence[Factors | None]) -> list[Factors | None]:
+        """Replace the factors of all layers in a slot; return views of them in the buffers."""
+        self.down[slot].zero_()
+        self.up[slot].zero_()
+        views: list[Factors | None] = []
+        downs = self.down[slot].split(self.rank)
+        for down, up, given in zip(downs, self.up[slot].split(self.out_features), factors, strict=True):
+            if given is None:
+                views.append(None)
+                continue
+            rank = len(given.down)
+            view = Factors(down[:rank], up[:, :rank])
+            view.down.copy_(given.down)
+            view.up.copy_(given.up)
+            views.append(view)
+        return views
 
 
 def read_lora(folder: str | Path, network: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Factors]:

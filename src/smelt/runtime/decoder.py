@@ -46,6 +46,10 @@ class Attention:
     query_norm: Norm | None = None  # per head
     key_norm: Norm | None = None
 
+    @property
+    def input_projections(self) -> tuple[nn.Module, ...]:
+        return self.qkv_projections
+
 
 @dataclass(frozen=True)
 class FeedForward:
@@ -54,6 +58,10 @@ class FeedForward:
     up: nn.Module
     output: nn.Module
     intermediate_size: int
+
+    @property
+    def input_projections(self) -> tuple[nn.Module, ...]:
+        return self.gate, self.up
 
 
 @dataclass(frozen=True)
@@ -93,12 +101,21 @@ def build_decoder(model: Model, max_model_len: int) -> Decoder:
     cosines, sines = network.model.rotary_emb(torch.zeros(1, device=model.device), positions)
     return Decoder(
         embedding=network.get_input_embeddings().weight.detach(),
-        parts=tuple(_build_part(network, part) for block in anatomy.blocks for part in block.parts),
+        parts=_build_parts(model),
         final_norm=Norm.from_module(anatomy.final_norm),
         lm_head=network.get_output_embeddings(),
         cosines=cosines[0].float().contiguous(),
         sines=sines[0].float().contiguous(),
     )
+
+
+def linear_groups(model: Model) -> list[tuple[nn.Module, ...]]:
+    """Return the linear layers of a supported network but its LM head; those that share an input are together."""
+    return [group for part in _build_parts(model) for group in (part.input_projections, (part.output,))]
+
+
+def _build_parts(model: Model) -> tuple[Attention | FeedForward, ...]:
+    return tuple(_build_part(model.network, part) for block in model.anatomy.blocks for part in block.parts)
 
 
 def _build_part(network: Any, part: Part) -> Attention | FeedForward:

@@ -1,13 +1,14 @@
 """A decoder on a GPU: the same function as the module's, with its small operations fused in Triton kernels.
 
 All inputs are on the device and nothing is read back, so a step can be captured in a CUDA graph. A single token takes a
-shorter path, with norms, gates and residual additions fused into the GEMVs.
+shorter path, with norms, gates and residual additions fused into the GEMVs. Steps with LoRA adapters have two more
+kernels per linear layer that some adapter changes.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,9 +28,12 @@ from smelt.kernels.gpu.hopper import ARCHITECTURE, GEMM_KERNEL
 from smelt.kernels.gpu.hopper import gemv as hopper_gemv
 from smelt.kernels.gpu.hopper_layout import TILE_ROWS
 from smelt.kernels.gpu.hopper_linear import HopperLinear
+from smelt.kernels.gpu.lora import lora_expand_add, lora_shrink
 from smelt.kernels.gpu.nvrtc import compile_all
 from smelt.kernels.gpu.rope import RotaryParams
 from smelt.kernels.gpu.vector import fused_gemv
+from smelt.kernels.lora import LoraTiles
+from smelt.models.lora import StackedFactors
 from smelt.models.quantized import QuantizedLinear, merge_dequantized
 from smelt.runtime.decoder import Attention, Decoder, FeedForward, Norm, merge_linears
 
@@ -43,18 +47,22 @@ def compile_kernels(sources: set[str]) -> Iterator[bytes]:
 
 
 class FusedNetwork:
-    """Compute hidden states and logits from embedded tokens; the caller provides the attention function."""
+    """Compute hidden states and logits from embedded tokens; the caller provides the attention function.
 
-    def __init__(self, network: Decoder, max_num_seqs: int) -> None:
-        self.decoder = network
+    `lora` has the adapters' factors by the first of the layers that share an input.
+    """
+
+    def __init__(
+        self, network: Decoder, max_num_seqs: int, lora: Mapping[nn.Module, StackedFactors] | None = None
+    ) -> None:
+        self.decoder, lora = network, lora or {}
         heads = max(part.num_kv_heads for part in network.parts if isinstance(part, Attention))
         self.split_counter = torch.zeros(max_num_seqs * heads, dtype=torch.int32, device=network.embedding.device)
         dtype = network.embedding.dtype
         self._input_projections = [
-            FusedLinear(part.qkv_projections if isinstance(part, Attention) else (part.gate, part.up), dtype)
-            for part in network.parts
+            FusedLinear(part.input_projections, dtype, lora.get(part.input_projections[0])) for part in network.parts
         ]
-        self._output_projections = [FusedLinear([part.output], dtype) for part in network.parts]
+        self._output_projections = [FusedLinear([part.output], dtype, lora.get(part.output)) for part in network.parts]
         self._lm_head = FusedLinear([network.lm_head], dtype)
 
     def kernel_sources(self) -> set[str]:
@@ -65,18 +73,21 @@ class FusedNetwork:
         dtype = self.decoder.embedding.dtype
         return {source for product in shapes.values() for source in product.kernel_sources(dtype)}
 
-    def hidden(self, hidden: Tensor, attend: Attend) -> Tensor:  # [tokens, width] -> the same
-        """Run all layers in place and return the hidden states before the final norm."""
+    def hidden(
+        self, hidden: Tensor, attend: Attend, tiles: LoraTiles | None = None
+    ) -> Tensor:  # [tokens, width] -> the same
+        """Run all layers in place and return the hidden states before the final norm. `tiles`: tokens with adapters."""
         residual: Tensor | None = None
         for part, first, second in zip(
             self.decoder.parts, self._input_projections, self._output_projections, strict=True
         ):
             y: Tensor | QuantizedRows
             if isinstance(part, FeedForward):
-                y = first.norm_forward_gated(hidden, residual, part.norm, second.quant)
+                quant = None if second.is_adapted(tiles) else second.quant
+                y = first.norm_forward_gated(hidden, residual, part.norm, quant, tiles)
             else:
-                y = attend(first.norm_forward(hidden, residual, part.norm), part)
-            residual = second.forward_add(y, hidden)
+                y = attend(first.norm_forward(hidden, residual, part.norm, tiles), part)
+            residual = second.forward_add(y, hidden, tiles)
         return hidden if residual is None else add_rms_norm(hidden, residual, None, 0.0)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -95,8 +106,8 @@ class FusedLinear:
     Layers in different formats have one product per format on Hopper GPUs, each with its columns of the results.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, layers: Sequence[nn.Module], dtype: torch.dtype, lora: StackedFactors | None = None) -> None:
+        self.dtype, self.lora = dtype, lora
         self.products, self._biases = _move_to_hopper(layers, dtype)
         merged: nn.Module | None = merge_dequantized(layers)
         if merged is None:
@@ -110,19 +121,31 @@ class FusedLinear:
         """How the operation before should quantize the inputs; None: not."""
         return self.products[0].quant if len(self.products) == 1 else None
 
-    def norm_forward(self, hidden: Tensor, residual: Tensor | None, norm: Norm) -> Tensor:
+    def is_adapted(self, tiles: LoraTiles | None) -> bool:
+        """Return whether adapters change the outputs for these tokens; then the inputs are needed unquantized."""
+        return self.lora is not None and tiles is not None
+
+    def norm_forward(
+        self, hidden: Tensor, residual: Tensor | None, norm: Norm, tiles: LoraTiles | None = None
+    ) -> Tensor:
         """Project the norm of hidden + residual; the sum replaces hidden in place."""
+        if self.is_adapted(tiles):
+            return self._adapted(add_rms_norm(hidden, residual, norm.weight, norm.epsilon), tiles)
         if self._fuses_norm(hidden, norm):
             return self._gemv(_add_residual(hidden, residual), norm=norm.weight, epsilon=norm.epsilon)
         return self(self._norm(hidden, residual, norm))
 
     def norm_forward_gated(
-        self, hidden: Tensor, residual: Tensor | None, norm: Norm, quant: RowQuant | None
-    ) -> Tensor | QuantizedRows:
+        self, hidden: Tensor, residual: Tensor | None, norm: Norm, quant: RowQuant | None,
+        tiles: LoraTiles | None = None,
+    ) -> Tensor | QuantizedRows:  # fmt: skip
         """Do the same, then gate: the first half of the output columns gates the second; then quantize, if asked."""
-        if self._fuses_norm(hidden, norm) and self._fuses_gate():
+        if self.is_adapted(tiles):
+            gate_up = self.norm_forward(hidden, residual, norm, tiles)
+        elif self._fuses_norm(hidden, norm) and self._fuses_gate():
             return self._gemv(_add_residual(hidden, residual), norm=norm.weight, epsilon=norm.epsilon, gated=True)
-        gate_up = self(self._norm(hidden, residual, norm))
+        else:
+            gate_up = self(self._norm(hidden, residual, norm))
         if quant is not None and gate_up.shape[1] // 2 <= MAX_QUANTIZED_WIDTH:
             return silu_and_mul_quantize(gate_up, quant)
         return silu_and_mul(gate_up)
@@ -140,12 +163,24 @@ class FusedLinear:
             return add_rms_norm_quantize(hidden, residual, norm.weight, norm.epsilon, self.quant)
         return add_rms_norm(hidden, residual, norm.weight, norm.epsilon)
 
-    def forward_add(self, x: Tensor | QuantizedRows, hidden: Tensor) -> Tensor | None:
+    def forward_add(self, x: Tensor | QuantizedRows, hidden: Tensor, tiles: LoraTiles | None = None) -> Tensor | None:
         """Project x; return what is still to be added to hidden, or None if the kernel has added it."""
+        if self.is_adapted(tiles):
+            assert isinstance(x, Tensor)
+            return self._adapted(x, tiles)
         if self.fuses_gemv and len(x) == 1 and isinstance(x, Tensor):
             self._gemv(x, residual=hidden)
             return None
         return self(x)
+
+    def _adapted(self, x: Tensor, tiles: LoraTiles | None) -> Tensor:
+        """Project x and add the deltas of the tokens' adapters."""
+        assert self.lora is not None and tiles is not None
+        lora = self.lora
+        shrunk = lora_shrink(x, lora.down, tiles)
+        y = self.project(x)
+        lora_expand_add(shrunk, lora.up, lora.offsets, max(lora.out_features), tiles, y)
+        return y
 
     def project(self, x: Tensor | QuantizedRows) -> Tensor:
         """Project x with the kernel that the methods above select, but nothing fused before or after it."""

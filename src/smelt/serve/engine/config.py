@@ -70,6 +70,8 @@ class EngineConfig:
     prefill_chunk_size: int | None = None  # tokens of one prompt per step; by default max_num_batched_tokens
     max_queued: int = 4096
     adapters: Mapping[str, str | Path] = field(default_factory=dict)  # LoRA adapters by name: folders in PEFT's format
+    max_loras: int | None = None  # room for adapters, also for those loaded later; by default for `adapters` only
+    max_lora_rank: int | None = None  # of adapters; by default the largest of `adapters`
     tensor_parallel_size: int = 1
     compiled: bool = True  # False: run the network eagerly even where a compiled path exists
     lm_head_dtype: str | None = None  # int8: quantize the LM head at load, per row; by default as the model has it
@@ -77,8 +79,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_positive(
-            self, "max_num_batched_tokens", "max_num_seqs", "prefill_chunk_size", "max_queued", "tensor_parallel_size"
-        )
+            self, "max_num_batched_tokens", "max_num_seqs", "prefill_chunk_size", "max_queued", "tensor_parallel_size",
+            "max_loras", "max_lora_rank",
+        )  # fmt: skip
         if self.lm_head_dtype not in (None, "int8"):
             raise ConfigError(f"there is no LM head dtype {self.lm_head_dtype!r}; there is int8.")
         if self.tensor_parallel_size > 1:

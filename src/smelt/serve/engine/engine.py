@@ -69,7 +69,7 @@ class Engine:
         self.model = model
         self.max_model_len = config.resolve_max_model_len(model)
         self.vocab_size: int = model.network.config.get_text_config().vocab_size
-        self.adapters = Adapters(model, config.adapters)
+        self.adapters = Adapters(model, config.adapters, max_loras=config.max_loras, max_lora_rank=config.max_lora_rank)
         self.scheduler, self.runner = build(model, config, self.adapters)
         self.grammar_compiler = GrammarCompiler(model.tokenizer, self.vocab_size, self.runner.eos_token_ids)
         self._inflight: deque[InflightBatch] = deque()
@@ -90,8 +90,10 @@ class Engine:
         progress = progress or NullProgress()
         self.runner.warmup(progress)
         counts = dict(self._counts)
-        for batch in progress.track(self._warmup_lengths() if lengths is None else [lengths], "warming up"):
-            self._run_warmup(batch)
+        batches = self._warmup_lengths() if lengths is None else [lengths]
+        runs = [(batch, adapter) for batch in batches for adapter in (None, *self.adapters.names[:1])]
+        for batch, adapter in progress.track(runs, "warming up"):
+            self._run_warmup(batch, adapter)
         self.scheduler.cache_manager.drop_sessions()
         self._counts = counts
 
@@ -104,16 +106,32 @@ class Engine:
         long = min(2 * chunk + 7, max(self.max_request_tokens - WARMUP_TOKENS, 1))
         return [[24], [chunk, *[long] * -(-self.scheduler.max_num_batched_tokens // long)]]
 
-    def _run_warmup(self, lengths: Sequence[int]) -> None:
+    def _run_warmup(self, lengths: Sequence[int], adapter: str | None) -> None:
         """Run prompts of these lengths at once, at most as many as may wait."""
         max_length = self.max_request_tokens - WARMUP_TOKENS
         sampling = SamplingParams(max_tokens=WARMUP_TOKENS, temperature=0, ignore_eos=True)
         for length in lengths[: self.scheduler.max_queued if max_length > 0 else 0]:
-            self.submit(
-                [0] * min(length, max_length), sampling, salt=secrets.token_bytes(16)
-            )  # no request can share it
+            salt = secrets.token_bytes(16)  # no request can share it
+            self.submit([0] * min(length, max_length), sampling, salt=salt, adapter=adapter)
         while self.busy:
             self.step()
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Load a LoRA adapter, or replace the one of this name, for which there must be room (`max_loras`)."""
+        if self.config.tensor_parallel_size > 1:
+            raise ModelError("adapters are loaded at the start only on several devices: use one, or restart.")
+        self._check_unused(name)
+        self.adapters.load(name, folder)
+
+    def unload_adapter(self, name: str) -> None:
+        """Remove a LoRA adapter; another can take its place."""
+        self._check_unused(name)
+        self.adapters.unload(name)
+
+    def _check_unused(self, adapter: str) -> None:
+        requests = (*self.scheduler.running, *self.scheduler.waiting)
+        if any(request.adapter == adapter for request in requests):
+            raise RequestError(f"requests are using the adapter {adapter!r}; wait until they have ended.")
 
     def submit(
         self, prompt: Sequence[int], sampling: SamplingParams, *, name: str = "", priority: int = 0, salt: bytes = b"",
@@ -121,6 +139,7 @@ class Engine:
     ) -> list[Request]:  # fmt: skip
         """Queue a prompt: one request per sample, which share the prompt's blocks."""
         self.adapters.check(adapter)
+        salt = self.adapters.cache_salt(adapter, salt)
         check_prompt(prompt, self.max_model_len, self.vocab_size)
         constraint = sampling.structured_output
         matcher = None if constraint is None else self.grammar_compiler.matcher(constraint)

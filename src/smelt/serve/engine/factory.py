@@ -122,6 +122,8 @@ def build(model: Model, config: EngineConfig, adapters: Adapters) -> tuple[Sched
     cache = config.kv_cache
     if resolved.runs_fused:
         _dequantize_plain_layers(model)  # before the KV cache takes what memory is left
+        if cache.kv_token_cap is None and cache.page_selection is None:  # as other runners run the module
+            adapters.stack(decoder.linear_groups(model))
     if cache.kv_token_cap is not None:
         built = _build_bounded(resolved, cache.kv_token_cap)
     elif cache.page_selection is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,23 +14,15 @@ from torch import Tensor
 from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.models.model import Model
 from smelt.runtime.decoder import Attention
-from smelt.serve.engine.attention import ATTN_IMPLEMENTATION, PagedCache, paged_attention_fn
+from smelt.serve.engine.attention import PagedCache
 from smelt.serve.engine.block_table import BlockTables, ToDevice
 from smelt.serve.engine.kv_dtype import backend_suffix
-from smelt.serve.engine.runner import cumulative_lens, eager_logits
+from smelt.serve.engine.runner import cumulative_lens
 from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 
 if TYPE_CHECKING:  # needs Triton
     from smelt.kernels.gpu.prefill import PageList
     from smelt.runtime.gpu import Attend, FusedNetwork
-
-
-@dataclass(frozen=True)
-class VarlenAttention:
-    """Attention of chunks of any length, for the fused network and for the eager one."""
-
-    attend: Attend
-    eager_logits: Callable[[Tensor, Tensor], Tensor]  # from ids and the rows that need logits
 
 
 MAX_PREFILL_CHUNKS = 16
@@ -57,9 +49,11 @@ class PrefillInputs:
     tile_first: Tensor
 
     @classmethod
-    def split(cls, values: Tensor, size: int) -> PrefillInputs:
-        """View the parts of what `pack` returns."""
-        return cls(*values.split(cls._sizes(size)))
+    def split(cls, values: Tensor, size: int) -> tuple[PrefillInputs, Tensor]:
+        """View the parts of what `pack` returns, and what follows it."""
+        sizes = cls._sizes(size)
+        *parts, rest = values.split([*sizes, len(values) - sum(sizes)])
+        return cls(*parts), rest
 
     @classmethod
     def pack(
@@ -109,7 +103,7 @@ class GpuPages(Protocol):
 
     def varlen_attention(
         self, chunks: Sequence[ScheduledChunk], slots: Tensor, positions: Tensor, network: FusedNetwork
-    ) -> VarlenAttention:
+    ) -> Attend:
         """Return attention of chunks of any length; slots and positions are those of each token."""
 
     def finish(self, batch: ScheduledBatch) -> None:
@@ -131,11 +125,10 @@ class PagedGpuPages:
     ) -> None:
         self.name = backend_suffix(kv_cache_dtype)
         self.block_size, self.max_model_len = block_size, max_model_len
-        self._to_device, self._module = to_device, model.network
+        self._to_device = to_device
         self.cache = PagedCache.empty(
             model.anatomy, num_blocks, block_size, model.network.dtype, model.device, kv_cache_dtype
         )
-        model.network.set_attn_implementation(ATTN_IMPLEMENTATION)
         shape = (max_num_seqs + 1, -(-max_model_len // block_size))  # the last row is for padding
         self._tables = torch.zeros(shape, dtype=torch.int32, device=model.device)
         self._block_tables = BlockTables(self._tables, to_device)
@@ -177,7 +170,7 @@ class PagedGpuPages:
 
     def varlen_attention(
         self, chunks: Sequence[ScheduledChunk], slots: Tensor, positions: Tensor, network: FusedNetwork
-    ) -> VarlenAttention:
+    ) -> Attend:
         from smelt.kernels.gpu import hopper_attention
         from smelt.kernels.gpu.paged import QueryTiles, prefill_config
         from smelt.kernels.gpu.prefill import PrefillAttention
@@ -212,10 +205,7 @@ class PagedGpuPages:
             )
             return prefill(queries, keys, values, part.scale, part.window, kv_quant).flatten(1)
 
-        def logits(ids: Tensor, rows: Tensor) -> Tensor:
-            return eager_logits(self._module, paged_attention_fn(self.cache, metadata), ids, positions, rows)
-
-        return VarlenAttention(attend, logits)
+        return attend
 
     def _page_list(self, rows: Tensor, seq_lens: np.ndarray[Any, Any]) -> PageList:
         """Return the blocks of chunks whose block tables are these rows."""

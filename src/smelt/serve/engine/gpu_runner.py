@@ -6,7 +6,7 @@ the token. Block tables are on the device as well; a step copies what changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from smelt.kernels.lora import LoraTiles
 from smelt.models.model import Model
 from smelt.progress import Progress
-from smelt.runtime.decoder import build_decoder
+from smelt.runtime.decoder import build_decoder, linear_groups
 from smelt.serve.engine.adapters import Adapters, uses_adapters
 from smelt.serve.engine.block_table import ToDevice
 from smelt.serve.engine.gpu_pages import MAX_PREFILL_CHUNKS, GpuPages, PagedGpuPages, PrefillInputs
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from smelt.runtime.gpu import Attend
 
 CAPTURE_SIZES = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 1025, 32))  # captured batch sizes
+LORA_CAPTURE_SIZES = tuple(size for size in CAPTURE_SIZES if size & (size - 1) == 0)  # of steps with adapters
 # Captured numbers of prompt tokens. With more, the GPU computes longer than the host takes to launch its kernels.
 PREFILL_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 PagesFactory = Callable[[ToDevice], GpuPages]
@@ -41,9 +43,15 @@ class _Graph:
     writes."""
 
     graph: Any
-    inputs: Tensor  # [3, size], int64: slots, seq_lens, token ids; or those of PrefillInputs
+    inputs: Tensor  # int64: slots, seq_lens and token ids, or those of PrefillInputs; then the LoraTiles, if any
     tokens: Tensor  # [size]
     logits: Tensor  # [size, vocabulary]
+
+    def replay(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the step on other inputs; return its tokens and logits."""
+        self.inputs.copy_(values)
+        self.graph.replay()
+        return self.tokens, self.logits
 
 
 @dataclass(frozen=True)
@@ -81,11 +89,17 @@ class GpuRunner:
         self.device, self.max_num_seqs, self.adapters = model.device, max_num_seqs, adapters
         self.eos_token_ids = find_eos_token_ids(model)
         self.pages = make_pages(self._to_device)
-        self.network = FusedNetwork(build_decoder(model, max_model_len), CAPTURE_SIZES[-1])
+        stacks = None
+        if adapters is not None:
+            adapters.stack(linear_groups(model))
+            stacks = adapters.stacks
+        self.network = FusedNetwork(build_decoder(model, max_model_len), CAPTURE_SIZES[-1], stacks)
         self.cuda_graphs = cuda_graphs and model.device.type == "cuda"
         self._last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)
         self._captured: dict[int, _Graph] = {}
         self._captured_prefill: dict[int, _Graph] = {}
+        self._captured_lora: dict[int, _Graph] = {}  # the same for steps with adapters
+        self._captured_lora_prefill: dict[int, _Graph] = {}
         self._pool = (
             torch.cuda.graph_pool_handle() if self.cuda_graphs else None
         )  # shared: graphs never run concurrently
@@ -103,26 +117,35 @@ class GpuRunner:
             sources = self.network.kernel_sources()
             for _ in progress.track(compile_kernels(sources), "compiling kernels", len(sources)):
                 pass
-            prefill = PREFILL_SIZES if isinstance(self.pages, PagedGpuPages) else ()
-            for size in progress.track(prefill[::-1], "capturing prompts"):
-                self._captured_prefill_graph(size)
-            max_size = next(size for size in CAPTURE_SIZES if size >= min(self.max_num_seqs, CAPTURE_SIZES[-1]))
-            decode = [size for size in CAPTURE_SIZES if size <= max_size]
-            for size in progress.track(decode[::-1], "capturing batch sizes"):
-                self._captured_graph(size)
+            for with_adapters in (False, True) if self._has_adapters else (False,):
+                self._capture_all(progress, with_adapters)
+
+    def _capture_all(self, progress: Progress, with_adapters: bool) -> None:
+        what = " with adapters" if with_adapters else ""
+        prefill = PREFILL_SIZES if isinstance(self.pages, PagedGpuPages) else ()
+        for size in progress.track(prefill[::-1], f"capturing prompts{what}"):
+            self._captured_prefill_graph(size, with_adapters)
+        sizes = _decode_sizes(with_adapters)
+        max_size = next(size for size in sizes if size >= min(self.max_num_seqs, sizes[-1]))
+        decode = [size for size in sizes if size <= max_size]
+        for size in progress.track(decode[::-1], f"capturing batch sizes{what}"):
+            self._captured_graph(size, with_adapters)
+
+    @property
+    def _has_adapters(self) -> bool:
+        return self.adapters is not None and self.adapters.max_loras > 0
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> InflightBatch:
         batch.chunks.sort(key=lambda chunk: not self.pages.is_decode(chunk))
         self.pages.prepare(batch)
         requests = sampled_requests(batch.chunks)
-        with_adapters = self.adapters is not None and uses_adapters(batch.chunks)
-        if len(requests) == len(batch.chunks) == batch.tokens <= CAPTURE_SIZES[-1] and not with_adapters:
+        if len(requests) == len(batch.chunks) == batch.tokens <= CAPTURE_SIZES[-1]:
             output: SamplerOutput | None = self._run_decode(batch.chunks)
-        elif self._is_short_prefill(batch) and not with_adapters:
+        elif self._is_short_prefill(batch):
             output = self._run_prefill(batch.chunks, requests)
         else:
-            output = self._run_mixed(batch.chunks, requests, with_adapters)
+            output = self._run_mixed(batch.chunks, requests)
         self.pages.finish(batch)
         if output is None or self.device.type != "cuda":
             return InflightBatch(batch, requests, output)
@@ -130,31 +153,45 @@ class GpuRunner:
 
     def _run_decode(self, chunks: list[ScheduledChunk]) -> SamplerOutput:
         """Decode one token per request, padded to a captured batch size."""
-        count = len(chunks)
-        inputs = np.empty((3, next(size for size in CAPTURE_SIZES if size >= count)), dtype=np.int64)
+        count, with_adapters = len(chunks), self._uses_adapters(chunks)
+        size = next(size for size in _decode_sizes(with_adapters) if size >= count)
+        inputs = np.empty((3, size), dtype=np.int64)
         inputs[:, count:] = [[self.max_num_seqs], [0], [0]]
         inputs[:, :count] = np.array([_decode_inputs(chunk.request, chunk.start) for chunk in chunks]).T
-        on_device = self._to_device(inputs)
-        tokens, logits = self._replay(on_device) if self.cuda_graphs else self._forward_decode(on_device)
+        values = self._to_device(np.concatenate((inputs.ravel(), self._pack_tiles(chunks, size))))
+        if self.cuda_graphs:
+            tokens, logits = self._captured_graph(size, with_adapters).replay(values)
+        else:
+            tokens, logits = self._forward_decode(values, size)
         requests = [chunk.request for chunk in chunks]
         if all(request.sampling.plain for request in requests):
             return SamplerOutput(tokens[:count].clone())
         output = sample(logits[:count], requests, self.eos_token_ids)
-        self._last_tokens[on_device[0, :count]] = output.tokens
+        self._last_tokens[values[:count]] = output.tokens
         return output
 
-    def _replay(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        captured = self._captured_graph(inputs.shape[1])
-        captured.inputs.copy_(inputs)
-        captured.graph.replay()
-        return captured.tokens, captured.logits
+    def _uses_adapters(self, chunks: Sequence[ScheduledChunk]) -> bool:
+        return self.adapters is not None and uses_adapters(chunks)
 
-    def _captured_graph(self, size: int) -> _Graph:
-        if size not in self._captured:
-            inputs = torch.zeros(3, size, dtype=torch.int64, device=self.device)
+    def _pack_tiles(self, chunks: Sequence[ScheduledChunk], size: int) -> np.ndarray[Any, Any]:
+        """Return the tokens of a step that have adapters, as `LoraTiles` packs them; empty if none has one."""
+        if self.adapters is None or not uses_adapters(chunks):
+            return np.empty(0, dtype=np.int64)
+        return LoraTiles.pack(self.adapters.token_indices(chunks), size, self.adapters.max_loras)
+
+    def _empty_tiles(self, size: int) -> np.ndarray[Any, Any]:
+        assert self.adapters is not None
+        return LoraTiles.pack(np.empty(0, dtype=np.int64), size, self.adapters.max_loras)
+
+    def _captured_graph(self, size: int, with_adapters: bool = False) -> _Graph:
+        captured = self._captured_lora if with_adapters else self._captured
+        if size not in captured:
+            inputs = np.zeros((3, size), dtype=np.int64)
             inputs[0] = self.max_num_seqs
-            self._captured[size] = self._capture(inputs, self._forward_decode)
-        return self._captured[size]
+            tiles = [self._empty_tiles(size)] if with_adapters else []
+            values = self._to_device(np.concatenate((inputs.ravel(), *tiles)))
+            captured[size] = self._capture(values, lambda values: self._forward_decode(values, size))
+        return captured[size]
 
     def _capture(self, inputs: Tensor, forward: Callable[[Tensor], tuple[Tensor, Tensor]]) -> _Graph:
         for _ in range(2):  # compile and autotune before the capture
@@ -165,13 +202,14 @@ class GpuRunner:
             tokens, logits = forward(inputs)
         return _Graph(graph, inputs, tokens, logits)
 
-    def _forward_decode(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def _forward_decode(self, values: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Run a decode step on the device; return tokens [size] and logits [size, vocabulary]."""
         from smelt.kernels.gpu.fused_ops import argmax_tokens, embed
 
-        slots, seq_lens, token_ids = inputs
+        slots, seq_lens, token_ids = values[: 3 * size].view(3, size)
         attend = self.pages.decode_attention(slots, seq_lens, self.network)
-        hidden = self.network.hidden(embed(token_ids, slots, self._last_tokens, self.network.decoder.embedding), attend)
+        embedded = embed(token_ids, slots, self._last_tokens, self.network.decoder.embedding)
+        hidden = self.network.hidden(embedded, attend, _split_tiles(values[3 * size :], size))
         logits = self.network.logits(hidden)
         return argmax_tokens(logits, slots, self._last_tokens), logits
 
@@ -189,12 +227,11 @@ class GpuRunner:
         """Compute prompt chunks, padded to a captured number of tokens."""
         tokens, rows = _build_token_inputs(chunks), logits_indices(chunks)
         size = next(size for size in PREFILL_SIZES if size >= tokens.shape[1])
-        values = self._to_device(PrefillInputs.pack(tokens, chunks, rows, size, self.max_num_seqs))
+        packed = PrefillInputs.pack(tokens, chunks, rows, size, self.max_num_seqs)
+        values = self._to_device(np.concatenate((packed, self._pack_tiles(chunks, size))))
         if self.cuda_graphs:
-            captured = self._captured_prefill_graph(size)
-            captured.inputs.copy_(values)
-            captured.graph.replay()
-            first_tokens, logits = captured.tokens, captured.logits
+            captured = self._captured_prefill_graph(size, self._uses_adapters(chunks))
+            first_tokens, logits = captured.replay(values)
         else:
             first_tokens, logits = self._forward_prefill(values, size)
         if not requests:
@@ -202,44 +239,42 @@ class GpuRunner:
         if all(request.sampling.plain for request in requests):
             return SamplerOutput(first_tokens[: len(requests)].clone())
         output = sample(logits[: len(requests)], requests, self.eos_token_ids)
-        self._last_tokens[PrefillInputs.split(values, size).logits_slots[: len(requests)]] = output.tokens
+        self._last_tokens[PrefillInputs.split(values, size)[0].logits_slots[: len(requests)]] = output.tokens
         return output
 
-    def _captured_prefill_graph(self, size: int) -> _Graph:
-        if size not in self._captured_prefill:
+    def _captured_prefill_graph(self, size: int, with_adapters: bool = False) -> _Graph:
+        captured = self._captured_lora_prefill if with_adapters else self._captured_prefill
+        if size not in captured:
             tokens = np.zeros((3, 0), dtype=np.int64)
-            inputs = self._to_device(PrefillInputs.pack(tokens, [], [], size, self.max_num_seqs))
-            self._captured_prefill[size] = self._capture(inputs, lambda values: self._forward_prefill(values, size))
-        return self._captured_prefill[size]
+            tiles = [self._empty_tiles(size)] if with_adapters else []
+            values = np.concatenate((PrefillInputs.pack(tokens, [], [], size, self.max_num_seqs), *tiles))
+            captured[size] = self._capture(self._to_device(values), lambda values: self._forward_prefill(values, size))
+        return captured[size]
 
     def _forward_prefill(self, values: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Run a prefill step on the device; return tokens and logits of the rows, padded."""
         from smelt.kernels.gpu.fused_ops import argmax_tokens, embed
 
-        inputs = PrefillInputs.split(values, size)
+        inputs, rest = PrefillInputs.split(values, size)
         assert isinstance(self.pages, PagedGpuPages)
         attend = self.pages.prefill_attention(inputs, self.network)
         embedded = embed(inputs.token_ids, inputs.slots, self._last_tokens, self.network.decoder.embedding)
-        logits = self.network.logits(self.network.hidden(embedded, attend)[inputs.logits_rows])
+        hidden = self.network.hidden(embedded, attend, _split_tiles(rest, size))
+        logits = self.network.logits(hidden[inputs.logits_rows])
         return argmax_tokens(logits, inputs.logits_slots, self._last_tokens), logits
 
-    def _run_mixed(
-        self, chunks: list[ScheduledChunk], requests: list[Request], with_adapters: bool
-    ) -> SamplerOutput | None:
-        """Run a step with prompt chunks, behind decode tokens if any; steps with adapters run eagerly."""
+    def _run_mixed(self, chunks: list[ScheduledChunk], requests: list[Request]) -> SamplerOutput | None:
+        """Run a step with prompt chunks, behind decode tokens if any."""
+        from smelt.kernels.gpu.fused_ops import embed
+
         token_ids, slots, positions = self._to_device(_build_token_inputs(chunks))
         rows = self._to_device(np.array(logits_indices(chunks), dtype=np.int64))
-        if with_adapters:
-            assert self.adapters is not None
-            ids = torch.where(token_ids >= 0, token_ids, self._last_tokens[slots])
-            with self.adapters.apply(chunks, self.device):
-                attention = self.pages.varlen_attention(chunks, slots, positions, self.network)
-                logits = attention.eager_logits(ids, rows)
-        else:
-            logits = self._forward(token_ids, slots, self._mixed_attention(chunks, slots, positions), rows)
+        tiles = _split_tiles(self._to_device(self._pack_tiles(chunks, len(slots))), len(slots))
+        embedded = embed(token_ids, slots, self._last_tokens, self.network.decoder.embedding)
+        hidden = self.network.hidden(embedded, self._mixed_attention(chunks, slots, positions), tiles)
         if not requests:
             return None
-        output = sample(logits, requests, self.eos_token_ids)
+        output = sample(self.network.logits(hidden[rows]), requests, self.eos_token_ids)
         self._last_tokens[slots[rows]] = output.tokens
         return output
 
@@ -247,24 +282,26 @@ class GpuRunner:
         """Return attention that uses the decode kernel for single tokens: it reads keys once per head group."""
         count = min(sum(self.pages.is_decode(chunk) for chunk in chunks), CAPTURE_SIZES[-1])
         if not count:
-            return self.pages.varlen_attention(chunks, slots, positions, self.network).attend
+            return self.pages.varlen_attention(chunks, slots, positions, self.network)
         decode = self.pages.decode_attention(slots[:count], positions[:count] + 1, self.network)
         if count == len(chunks):
             return decode
-        prefill = self.pages.varlen_attention(chunks[count:], slots[count:], positions[count:], self.network).attend
+        prefill = self.pages.varlen_attention(chunks[count:], slots[count:], positions[count:], self.network)
         return lambda qkv, part: torch.cat((decode(qkv[:count], part), prefill(qkv[count:], part)))
-
-    def _forward(self, token_ids: Tensor, slots: Tensor, attend: Attend, rows: Tensor) -> Tensor:
-        """Run the fused network; return the logits of `rows`."""
-        from smelt.kernels.gpu.fused_ops import embed
-
-        hidden = self.network.hidden(embed(token_ids, slots, self._last_tokens, self.network.decoder.embedding), attend)
-        return self.network.logits(hidden[rows]) if len(rows) else hidden
 
     def _to_device(self, values: np.ndarray[Any, Any]) -> Tensor:
         """Copy an array to the device asynchronously."""
         tensor = torch.from_numpy(np.ascontiguousarray(values))
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor.clone()
+
+
+def _decode_sizes(with_adapters: bool) -> tuple[int, ...]:
+    return LORA_CAPTURE_SIZES if with_adapters else CAPTURE_SIZES
+
+
+def _split_tiles(values: Tensor, size: int) -> LoraTiles | None:
+    """View the end of a step's inputs as tiles; None if there is nothing: no token has an adapter."""
+    return LoraTiles.split(values, size) if len(values) else None
 
 
 def _is_long(chunk: ScheduledChunk) -> bool:

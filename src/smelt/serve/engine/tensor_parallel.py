@@ -54,14 +54,15 @@ class TensorParallelRunner(ModelRunner):
         adapters.to(_device(device_type, 0))
         super().__init__(model, **vars(sizes), compiled=False)
         self.ranks, self._shared_adapters = ranks, adapters
-        self._adapter_indices = torch.zeros(0, dtype=torch.int64)  # adapter number of each token of a step
+        self._adapter_indices = torch.zeros(0, dtype=torch.int64)  # of each token of a step; empty: none
 
     @property
     def backend(self) -> str:
         return f"eager, tensor parallel over {self.ranks} devices"
 
     def launch(self, batch: ScheduledBatch) -> InflightBatch:
-        self._adapter_indices = self._shared_adapters.token_indices(batch.chunks).to(self.device)
+        indices = self._shared_adapters.token_indices(batch.chunks)
+        self._adapter_indices = torch.from_numpy(indices if indices.any() else indices[:0]).to(self.device)
         return super().launch(batch)
 
     def _logits(self, ids: Tensor, positions: Tensor, rows: Tensor, metadata: AttentionMetadata) -> Tensor:

@@ -6,12 +6,13 @@ A module's forward says little about serving: the engine has other kernels, batc
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -205,19 +206,21 @@ def _batch_sizes(workload: RequestWorkload, num_blocks: int, block_size: int, ma
 
 
 def measure_batch(
-    engine: Engine, lengths: list[tuple[int, int]], limit: float, seed: int, read_seconds: float
-) -> tuple[ThroughputRow, float]:
+    engine: Engine, lengths: list[tuple[int, int]], limit: float, seed: int, read_seconds: float,
+    adapters: Sequence[str | None] = (None,),
+) -> tuple[ThroughputRow, float]:  # fmt: skip
     """Time one batch of requests, given as prompt and output tokens, for about `limit` seconds.
 
-    `read_seconds` is the time to read all weights once. Returns the row and the prompt tokens per second.
+    `read_seconds` is the time to read all weights once; requests use the adapters in turn. Returns the row and the
+    prompt tokens per second.
     """
     generator = torch.Generator().manual_seed(seed)
     start = time.perf_counter()
     requests: list[Request] = []
-    for prompt, output in lengths:
+    for (prompt, output), adapter in zip(lengths, itertools.cycle(adapters), strict=False):
         tokens = torch.randint(engine.vocab_size, (prompt,), generator=generator).tolist()
         sampling = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)
-        requests += engine.submit(tokens, sampling)
+        requests += engine.submit(tokens, sampling, adapter=adapter)
     waiting, first, steps, last = set(requests), list[float](), list[float](), start
     prefilled, complete = start, True
     while engine.busy:

@@ -13,16 +13,13 @@ from smelt.kvcache.eviction.policy import EvictionPolicy
 from smelt.kvcache.rope import rope_functions
 from smelt.models.model import Model
 from smelt.runtime.decoder import Attention
-from smelt.serve.engine.attention import ATTN_IMPLEMENTATION
 from smelt.serve.engine.block_table import ToDevice
-from smelt.serve.engine.gpu_pages import VarlenAttention
 from smelt.serve.engine.kv_dtype import backend_suffix
 from smelt.serve.engine.per_head.cache import PerHeadCache
 from smelt.serve.engine.per_head.cache_manager import per_head_state
-from smelt.serve.engine.per_head.compress import ChunkCompressor, per_head_attention
+from smelt.serve.engine.per_head.compress import ChunkCompressor
 from smelt.serve.engine.per_head.kv_splits import MAX_SPLITS, build_split_work, choose_num_splits
 from smelt.serve.engine.per_head.step import PerHeadTables, build_batch
-from smelt.serve.engine.runner import eager_logits
 from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 
 if TYPE_CHECKING:  # needs Triton
@@ -38,8 +35,7 @@ class PerHeadGpuPages:
     ) -> None:
         self.name = f", per-head cache{backend_suffix(None if cache.kv_quant is None else cache.kv_quant.name)}"
         self.cache, self.policy, self.max_model_len = cache, policy, max_model_len
-        self._to_device, self._module = to_device, model.network
-        self._module.set_attn_implementation(ATTN_IMPLEMENTATION)
+        self._to_device = to_device
         self._compress = ChunkCompressor(*rope_functions(model.network, model.device))
         self._tables = PerHeadTables(cache, to_device)
         self._layers: dict[tuple[int, int], tuple[ClusteredHeadPages, int]] = {}
@@ -69,7 +65,7 @@ class PerHeadGpuPages:
 
     def varlen_attention(
         self, chunks: Sequence[ScheduledChunk], slots: Tensor, positions: Tensor, network: FusedNetwork
-    ) -> VarlenAttention:
+    ) -> Attend:
         from smelt.kernels.gpu.paged import QueryTiles, paged_prefill, prefill_config
         from smelt.kernels.gpu.rope import rope_and_store_kv
 
@@ -96,10 +92,7 @@ class PerHeadGpuPages:
             self._compress(batch, part.layer, queries if kv_quant is None else kv_quant.unrotate(queries), part.scale)
             return output.flatten(1)
 
-        def logits(ids: Tensor, rows: Tensor) -> Tensor:
-            return eager_logits(self._module, per_head_attention(batch, self._compress), ids, positions, rows)
-
-        return VarlenAttention(attend, logits)
+        return attend
 
     def _layer(self, layer: int, num_requests: int) -> tuple[ClusteredHeadPages, int]:
         """Return a layer's head pages and its maximum splits per head, rounded up to a power of two; cached per

@@ -1,0 +1,131 @@
+"""LoRA in Triton: the low-rank products of the tokens of many adapters, grouped by adapter, in two kernels.
+
+The first multiplies inputs with the down factors, with the columns split over programs; the second sums the splits in
+a fixed order, multiplies with the up factors and adds to the outputs of the base layers. Launch the first before the
+base product: neither then waits for the launch of the other (programmatic dependent launch). Factors and tiles are
+read before the previous kernel has ended, so nothing late in a step may write them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from smelt.kernels.gpu.arch import PDL
+from smelt.kernels.lora import LoraTiles
+
+MAX_SPLITS = 16
+MAX_BLOCK_R = 32  # rank columns at once
+_TILES = ["tile_adapters", "tile_rows"]  # read element by element at any alignment
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=_TILES)
+def lora_shrink_kernel(  # type: ignore[no-untyped-def]
+    x, down, partial, tile_adapters, tile_rows, tokens, columns, x_stride, ranks, BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Multiply a tile of tokens with some rows of its adapter's down factors, over one split of the columns."""
+    tile, split, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_R
+    adapter = tl.load(tile_adapters + tile)
+    row = tl.load(tile_rows + tile * BLOCK_M + tl.arange(0, BLOCK_M))
+    rank, lane = first + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
+    rank_mask, row_mask = (rank < ranks) & (adapter > 0), row >= 0
+    span = tl.cdiv(tl.cdiv(columns, SPLITS), BLOCK_K) * BLOCK_K
+    start, stop = split * span, tl.minimum(split * span + span, columns)
+    factors = down + (adapter - 1) * ranks * columns + rank.to(tl.int64)[:, None] * columns
+    column = start + lane
+    factor = tl.load(factors + column[None, :], mask=rank_mask[:, None] & (column < stop)[None, :], other=0.0)
+    if PDL:  # every program waits: the kernel must not end before the one that it depends on
+        gdc_wait()
+        gdc_launch_dependents()
+    if adapter > 0:
+        acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+        inputs = x + row[:, None] * x_stride
+        for position in range(start, stop, BLOCK_K):
+            column = position + lane
+            inside = column < stop
+            value = tl.load(inputs + column[None, :], mask=row_mask[:, None] & inside[None, :], other=0.0)
+            acc += tl.dot(value, tl.trans(factor), input_precision="ieee")
+            column += BLOCK_K
+            factor = tl.load(factors + column[None, :], mask=rank_mask[:, None] & (column < stop)[None, :], other=0.0)
+        result = partial + (split * tokens + row[:, None]) * ranks + rank[None, :]
+        tl.store(result, acc, mask=row_mask[:, None] & rank_mask[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=_TILES)
+def lora_expand_kernel(  # type: ignore[no-untyped-def]
+    partial, up, y, offsets, tile_adapters, tile_rows, tokens, columns, rank, ranks, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Sum the splits, multiply with BLOCK_N rows of the up factors of one layer, and add to y."""
+    tile, layer = tl.program_id(1), tl.program_id(2)
+    adapter = tl.load(tile_adapters + tile)
+    row = tl.load(tile_rows + tile * BLOCK_M + tl.arange(0, BLOCK_M))
+    column = tl.load(offsets + layer) + tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_mask = row >= 0
+    column_mask = (column < tl.load(offsets + layer + 1)) & (adapter > 0)
+    lane, split = tl.arange(0, BLOCK_R), tl.arange(0, SPLITS)
+    factors = up + (adapter - 1) * columns * rank + column.to(tl.int64)[None, :] * rank
+    factor = tl.load(factors + lane[:, None], mask=(lane < rank)[:, None] & column_mask[None, :], other=0.0)
+    if PDL:  # every program waits: the kernel must not end before the one that it depends on
+        gdc_wait()
+        gdc_launch_dependents()
+    if adapter > 0:
+        address = y + row[:, None] * columns + column[None, :]
+        inside = row_mask[:, None] & column_mask[None, :]
+        value = tl.load(address, mask=inside, other=0.0)
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, rank, BLOCK_R):
+            position = start + lane
+            shrunk = partial + (split[:, None, None] * tokens + row[None, :, None]) * ranks + layer * rank
+            mask = row_mask[None, :, None] & (position < rank)[None, None, :]
+            total = tl.sum(tl.load(shrunk + position[None, None, :], mask=mask, other=0.0), axis=0)
+            acc += tl.dot(total.to(factor.dtype), factor, input_precision="ieee")
+            position += BLOCK_R
+            mask = (position < rank)[:, None] & column_mask[None, :]
+            factor = tl.load(factors + position[:, None], mask=mask, other=0.0)
+        tl.store(address, (value.to(tl.float32) + acc).to(value.dtype), mask=inside)
+
+
+def lora_shrink(x: Tensor, down: Tensor, tiles: LoraTiles) -> Tensor:
+    """Multiply x [tokens, in] with each token's factors in down [adapters, ranks, in] -> [splits, tokens, ranks],
+    float32, to be summed over the splits; tokens without an adapter are left uninitialized."""
+    (tokens, columns), ranks, (count, width) = x.shape, down.shape[1], tiles.rows.shape
+    splits = num_splits(tokens, columns)
+    partial = torch.empty(splits, tokens, ranks, dtype=torch.float32, device=x.device)
+    block_k = min(256 if width == 16 else 128, max(16, triton.next_power_of_2(triton.cdiv(columns, splits))))
+    block_r = _block_r(ranks)
+    lora_shrink_kernel[(count, splits, triton.cdiv(ranks, block_r))](
+        x, down, partial, tiles.adapters, tiles.rows, tokens, columns, x.stride(0), ranks, BLOCK_M=width,
+        BLOCK_R=block_r, BLOCK_K=block_k, SPLITS=splits, PDL=PDL, num_warps=4, launch_pdl=PDL,
+    )  # fmt: skip
+    return partial
+
+
+def lora_expand_add(
+    partial: Tensor, up: Tensor, offsets: Tensor, max_columns: int, tiles: LoraTiles, y: Tensor
+) -> None:
+    """Multiply what `lora_shrink` returns with up [adapters, out, rank] and add it to y [tokens, out] in place.
+
+    Layer i has columns offsets[i] to offsets[i + 1] of y, at most `max_columns`, and ranks i * rank to (i + 1) * rank.
+    """
+    (splits, tokens, ranks), (_, columns, rank), (count, width) = partial.shape, up.shape, tiles.rows.shape
+    block_n = min(256 if width == 16 else 128, max(16, triton.next_power_of_2(max_columns)))
+    lora_expand_kernel[(triton.cdiv(max_columns, block_n), count, len(offsets) - 1)](
+        partial, up, y, offsets, tiles.adapters, tiles.rows, tokens, columns, rank, ranks, BLOCK_M=width,
+        BLOCK_N=block_n, BLOCK_R=_block_r(rank), SPLITS=splits, PDL=PDL, num_warps=4, launch_pdl=PDL,
+    )  # fmt: skip
+
+
+def num_splits(tokens: int, columns: int) -> int:
+    """Return over how many programs the columns of a token are split, a power of two: fewer with many tokens, which
+    occupy the GPU by themselves."""
+    most = MAX_SPLITS if tokens <= 256 else 4 if tokens <= 2048 else 1
+    return min(most, triton.next_power_of_2(triton.cdiv(columns, 256)))
+
+
+def _block_r(ranks: int) -> int:
+    return min(MAX_BLOCK_R, max(16, triton.next_power_of_2(ranks)))
