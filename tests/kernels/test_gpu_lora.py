@@ -42,7 +42,7 @@ def run(
     tiles = LoraTiles.split(torch.from_numpy(LoraTiles.pack(indices, size, len(stack.down))).to(DEVICE), size)
     result = y.clone()
     shrunk = lora_shrink(x, stack.down, tiles)
-    lora_expand_add(shrunk, stack.up, stack.offsets, max(stack.out_features), tiles, result)
+    lora_expand_add(shrunk, stack.up, stack.offsets, stack.out_features, tiles, result)
     return result
 
 
@@ -134,4 +134,4 @@ def test_a_slot_is_replaced_in_place() -> None:
 
 def test_splits_are_powers_of_two_and_fewer_with_many_tokens() -> None:
     assert [num_splits(tokens, 4096) for tokens in (1, 256, 257, 2048, 2049)] == [16, 16, 4, 4, 1]
-    assert num_splits(1, 100) == 1 and num_splits(1, 520) == 4
+    assert num_splits(1, 100) == 1 and num_splits(1, 520) == 4 and num_splits(1, 14336) == 32

@@ -137,8 +137,8 @@ def test_a_step_without_adapters_runs_no_adapter_kernel(served: Adapted, monkeyp
 
 
 def test_a_pruned_model(tmp_path: Path) -> None:
-    model = Model(BUILDS["llama"]())
-    network: Any = cut(model, random_masks(model, 3)).network
+    network: Any = BUILDS["llama"]()
+    cut(network, random_masks(network))
     folders = {"r4": write_adapter(tmp_path / "r4", network, 4)}
     text = texts_of(1)[0]
     engine = engine_of(network, folders)

@@ -179,7 +179,7 @@ class FusedLinear:
         lora = self.lora
         shrunk = lora_shrink(x, lora.down, tiles)
         y = self.project(x)
-        lora_expand_add(shrunk, lora.up, lora.offsets, max(lora.out_features), tiles, y)
+        lora_expand_add(shrunk, lora.up, lora.offsets, lora.out_features, tiles, y)
         return y
 
     def project(self, x: Tensor | QuantizedRows) -> Tensor:

@@ -8,6 +8,9 @@ read before the previous kernel has ended, so nothing late in a step may write t
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -15,9 +18,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smelt.kernels.gpu.arch import PDL
-from smelt.kernels.lora import LoraTiles
+from smelt.kernels.lora import MANY_TOKENS, LoraTiles
 
-MAX_SPLITS = 16
 MAX_BLOCK_R = 32  # rank columns at once
 _TILES = ["tile_adapters", "tile_rows"]  # read element by element at any alignment
 
@@ -58,16 +60,18 @@ def lora_shrink_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=_TILES)
 def lora_expand_kernel(  # type: ignore[no-untyped-def]
     partial, up, y, offsets, tile_adapters, tile_rows, tokens, columns, rank, ranks, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SPLITS: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sum the splits, multiply with BLOCK_N rows of the up factors of one layer, and add to y."""
+    """Sum the splits, multiply with BLOCK_N rows of the up factors of one layer, and add to y. All offsets are multiples
+    of ALIGN."""
     tile, layer = tl.program_id(1), tl.program_id(2)
     adapter = tl.load(tile_adapters + tile)
     row = tl.load(tile_rows + tile * BLOCK_M + tl.arange(0, BLOCK_M))
-    column = tl.load(offsets + layer) + tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first, stop = tl.load(offsets + layer), tl.load(offsets + layer + 1)
+    column = tl.multiple_of(first, ALIGN) + tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask = row >= 0
-    column_mask = (column < tl.load(offsets + layer + 1)) & (adapter > 0)
-    lane, split = tl.arange(0, BLOCK_R), tl.arange(0, SPLITS)
+    column_mask = (column < tl.multiple_of(stop, ALIGN)) & (adapter > 0)
+    lane = tl.arange(0, BLOCK_R)
     factors = up + (adapter - 1) * columns * rank + column.to(tl.int64)[None, :] * rank
     factor = tl.load(factors + lane[:, None], mask=(lane < rank)[:, None] & column_mask[None, :], other=0.0)
     if PDL:  # every program waits: the kernel must not end before the one that it depends on
@@ -77,16 +81,18 @@ def lora_expand_kernel(  # type: ignore[no-untyped-def]
         address = y + row[:, None] * columns + column[None, :]
         inside = row_mask[:, None] & column_mask[None, :]
         value = tl.load(address, mask=inside, other=0.0)
+        shrunk = partial + row.to(tl.int32)[:, None] * ranks + layer * rank
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in range(0, rank, BLOCK_R):
             position = start + lane
-            shrunk = partial + (split[:, None, None] * tokens + row[None, :, None]) * ranks + layer * rank
-            mask = row_mask[None, :, None] & (position < rank)[None, None, :]
-            total = tl.sum(tl.load(shrunk + position[None, None, :], mask=mask, other=0.0), axis=0)
+            if start > 0:
+                mask = (position < rank)[:, None] & column_mask[None, :]
+                factor = tl.load(factors + position[:, None], mask=mask, other=0.0)
+            mask = row_mask[:, None] & (position < rank)[None, :]
+            total = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+            for split in tl.static_range(SPLITS):
+                total += tl.load(shrunk + split * tokens * ranks + position[None, :], mask=mask, other=0.0)
             acc += tl.dot(total.to(factor.dtype), factor, input_precision="ieee")
-            position += BLOCK_R
-            mask = (position < rank)[:, None] & column_mask[None, :]
-            factor = tl.load(factors + position[:, None], mask=mask, other=0.0)
         tl.store(address, (value.to(tl.float32) + acc).to(value.dtype), mask=inside)
 
 
@@ -100,31 +106,35 @@ def lora_shrink(x: Tensor, down: Tensor, tiles: LoraTiles) -> Tensor:
     block_r = _block_r(ranks)
     lora_shrink_kernel[(count, splits, triton.cdiv(ranks, block_r))](
         x, down, partial, tiles.adapters, tiles.rows, tokens, columns, x.stride(0), ranks, BLOCK_M=width,
-        BLOCK_R=block_r, BLOCK_K=block_k, SPLITS=splits, PDL=PDL, num_warps=4, launch_pdl=PDL,
+        BLOCK_R=block_r, BLOCK_K=block_k, SPLITS=splits, PDL=PDL, num_warps=4,
+        num_stages=1 if width == 16 else 3, launch_pdl=PDL,
     )  # fmt: skip
     return partial
 
 
 def lora_expand_add(
-    partial: Tensor, up: Tensor, offsets: Tensor, max_columns: int, tiles: LoraTiles, y: Tensor
+    partial: Tensor, up: Tensor, offsets: Tensor, out_features: Sequence[int], tiles: LoraTiles, y: Tensor
 ) -> None:
     """Multiply what `lora_shrink` returns with up [adapters, out, rank] and add it to y [tokens, out] in place.
 
-    Layer i has columns offsets[i] to offsets[i + 1] of y, at most `max_columns`, and ranks i * rank to (i + 1) * rank.
+    Layer i has out_features[i] columns of y, from offsets[i] to offsets[i + 1], and ranks i * rank to (i + 1) * rank.
     """
+    max_columns, align = max(out_features), math.gcd(16, *out_features)
     (splits, tokens, ranks), (_, columns, rank), (count, width) = partial.shape, up.shape, tiles.rows.shape
     block_n = min(256 if width == 16 else 128, max(16, triton.next_power_of_2(max_columns)))
     lora_expand_kernel[(triton.cdiv(max_columns, block_n), count, len(offsets) - 1)](
         partial, up, y, offsets, tiles.adapters, tiles.rows, tokens, columns, rank, ranks, BLOCK_M=width,
-        BLOCK_N=block_n, BLOCK_R=_block_r(rank), SPLITS=splits, PDL=PDL, num_warps=4, launch_pdl=PDL,
+        BLOCK_N=block_n, BLOCK_R=_block_r(rank), SPLITS=splits, ALIGN=align, PDL=PDL, num_warps=4,
+        num_stages=1, launch_pdl=PDL,
     )  # fmt: skip
 
 
 def num_splits(tokens: int, columns: int) -> int:
     """Return over how many programs the columns of a token are split, a power of two: fewer with many tokens, which
     occupy the GPU by themselves."""
-    most = MAX_SPLITS if tokens <= 256 else 4 if tokens <= 2048 else 1
-    return min(most, triton.next_power_of_2(triton.cdiv(columns, 256)))
+    if tokens > MANY_TOKENS:
+        return min(4 if tokens <= 2048 else 1, triton.next_power_of_2(triton.cdiv(columns, 256)))
+    return min(32 if columns > 8192 else 16, triton.next_power_of_2(triton.cdiv(columns, 256)))
 
 
 def _block_r(ranks: int) -> int:

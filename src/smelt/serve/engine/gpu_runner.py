@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from smelt.runtime.gpu import Attend
 
 CAPTURE_SIZES = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 1025, 32))  # captured batch sizes
-LORA_CAPTURE_SIZES = tuple(size for size in CAPTURE_SIZES if size & (size - 1) == 0)  # of steps with adapters
+LORA_CAPTURE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # with adapters
 # Captured numbers of prompt tokens. With more, the GPU computes longer than the host takes to launch its kernels.
 PREFILL_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 PagesFactory = Callable[[ToDevice], GpuPages]
