@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import heapq
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from smelt.serve.engine.factory import per_head_gpu_runner
 from smelt.serve.engine.per_head.kv_splits import OVERHEAD, PROGRAMS_PER_SM, build_split_work, choose_num_splits
 from smelt.serve.engine.sampling_params import SamplingParams
 from tests.serve.per_head.test_per_head_engine import SMALL, check, prompts, retention, run, words
+from tests.serve.test_adapters import write_adapter
 from tests.tiny import BUILDS
 
 FEW = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
@@ -75,6 +77,21 @@ def test_the_tokens_match_the_module(
         fused_cache, plain_cache = fused.runner.pages.cache, plain.runner.cache
         assert int((fused_cache.keys.cpu() != plain_cache.keys).any(-1).sum()) <= 8
         assert int((fused_cache.values.cpu() != plain_cache.values).any(-1).sum()) <= 8
+
+
+def test_adapters_beside_the_base_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "adapter", BUILDS["llama"](), seed=0)
+    settings: dict[str, Any] = {"kv_profile": retention(LITTLE), "max_num_batched_tokens": 24}
+    settings["adapters"] = {"adapter": folder}
+    fused = engine_of(monkeypatch, "llama", **settings)
+    plain = Engine(Model(BUILDS["llama"]()), **SMALL, **settings)
+    text = words(28, seed=4)
+    outputs = []
+    for engine in (fused, plain):
+        requests = [engine.submit(text, FEW, adapter=name)[0] for name in ("adapter", None)]
+        run(engine)
+        outputs.append([request.output for request in requests])
+    assert outputs[0] == outputs[1] and outputs[0][0] != outputs[0][1]
 
 
 def test_a_conversation_continues(monkeypatch: pytest.MonkeyPatch) -> None:
