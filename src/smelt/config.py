@@ -138,6 +138,8 @@ class _Mismatch(Exception):
 
 def _convert(value: Any, hint: Any, key: str, where: str) -> Any:
     """Convert one value to its declared type, or say what it must be."""
+    if value is None and type(None) in _options(hint):
+        return None
     for option in _options(hint):
         try:
             return _as_type(value, option, key, where)

@@ -213,6 +213,10 @@ def test_what_the_speed_guard_decided_is_said(run: dict[str, Any], timed: bool) 
     if not timed:
         del run["speed"]
     assert "Guard: 3 of <21> layers stay." in Page(render(run)).text
+    times = {"became": "int8", "time_ratios": {"int4": 1.3, "int8": 0.8}}
+    run["steps"][1]["speed_guard"]["layers"] = {f"model.layers.{i}.mlp.up_proj": times for i in range(2)}
+    text = Page(render(run)).text
+    assert "int4 1.30x, int8 0.80x" in text and text.count("mlp.up_proj") == 1
 
 
 def test_a_quality_change_within_its_interval_is_not_called_worse(run: dict[str, Any]) -> None:

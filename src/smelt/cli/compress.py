@@ -38,7 +38,9 @@ MaxDropOption = Annotated[
 GuardOption = Annotated[
     str | None,
     typer.Option(
-        "--guard", metavar="speed", help="Do not quantize layers that would be slower on this device and workload."
+        "--guard",
+        metavar="speed[:FORMAT,...]",
+        help="Layers that would be slower on this device and workload get one of these formats, or stay unquantized.",
     ),
 ]
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")]

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from smelt.compression.recipe.recipe import Recipe
+from smelt.compression.recipe.recipe import Guard, Recipe
 from smelt.errors import RecipeError
 from smelt.strict_yaml import load_yaml
 
@@ -49,7 +49,8 @@ def read_recipe(
     if max_drop is not None:
         recipe = replace(recipe, evaluate=replace(recipe.evaluate, max_drop=max_drop))
     if guard is not None:
-        recipe = replace(recipe, guard=guard)  # type: ignore[arg-type]  # checked there
+        name, colon, formats = guard.partition(":")
+        recipe = replace(recipe, guard=Guard.from_config({name: formats.split(",")} if colon else name))
     return recipe if seed is None else replace(recipe, seed=seed)
 
 

@@ -53,6 +53,7 @@ class SpeedGuard:
     time_ratio: Callable[[LinearGroupSpec], float]  # of quantized layers, relative to unquantized ones
     device: str  # its name
     workload: str
+    formats: tuple[str, ...] = ()  # to try in this order for layers that would be slower
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ _NOTE = "Medians of the timed calls; whiskers show the interquartile range. Lowe
 
 def speed(run: Run) -> Markup | None:
     """Draw a pair of bars for every measurement, and say what the speed guard decided."""
-    entries, guard = run.get("speed") or [], [note(sentence) for sentence in guard_sentences(run)]
+    entries = run.get("speed") or []
+    guard = [*map(note, guard_sentences(run)), *_slower_layers(run)]
     if not entries and not guard:
         return None
     not_faster = [entry for entry in entries if speed_verdict(entry) != "faster"]
@@ -61,6 +62,17 @@ def guard_sentences(run: Run) -> list[str]:
     """Return what the speed guard decided in each step that quantizes."""
     guards = [step["speed_guard"] for step in run.get("steps") or [] if step.get("speed_guard")]
     return [f"{guard['sentence'][:1].upper()}{guard['sentence'][1:]}." for guard in guards]
+
+
+def _slower_layers(run: Run) -> list[Markup]:
+    """List what the layers became that the guard found slower, with their times relative to unquantized ones."""
+    rows: Counter[tuple[str, str, str]] = Counter()
+    for step in run.get("steps") or []:
+        for path, layer in ((step.get("speed_guard") or {}).get("layers") or {}).items():
+            times = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in layer["time_ratios"].items())
+            rows[name_in_block(path), layer["became"], times] += 1
+    headings = ("slower layer", "became", "time relative to the unquantized layer", "layers")
+    return [table(headings, [(*row, str(number)) for row, number in rows.items()])] if rows else []
 
 
 def _backends(run: Run) -> list[Markup]:

@@ -40,9 +40,9 @@ def apply_awq(name: str, **settings: Any) -> tuple[Model, dict[str, Any]]:
 def first_block_work(name: str, method: Awq) -> BlockWork:
     network = BUILDS[name]()
     anatomy = anatomy_of(network)
-    return BlockWork(
-        anatomy.blocks[0], capture_block_inputs(anatomy, batches(name)), MethodContext(), network, method.scheme, {}
-    )
+    block = anatomy.blocks[0]
+    schemes = {layer.path: method.scheme for group in layer_groups(block) for layer in group.layers}
+    return BlockWork(block, capture_block_inputs(anatomy, batches(name)), MethodContext(), network, schemes, {})
 
 
 def test_no_scale_and_no_clip_is_round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:

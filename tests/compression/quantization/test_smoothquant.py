@@ -11,6 +11,7 @@ from torch import Tensor
 from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.calibration.block_inputs import capture_block_inputs
 from smelt.compression.quantization.base import BlockWork
+from smelt.compression.quantization.layers import layer_groups
 from smelt.compression.quantization.smoothquant import SmoothQuant, smoothing_scale
 from smelt.errors import RecipeError
 from smelt.models.anatomy import anatomy_of
@@ -69,7 +70,9 @@ def test_smoothing_alone_changes_nothing() -> None:
         anatomy = anatomy_of(network)
         block_inputs = capture_block_inputs(anatomy, batches(name))
         method = SmoothQuant()
-        work = BlockWork(anatomy.blocks[0], block_inputs, MethodContext(), network, method.scheme, {})
+        block = anatomy.blocks[0]
+        schemes = {layer.path: method.scheme for group in layer_groups(block) for layer in group.layers}
+        work = BlockWork(block, block_inputs, MethodContext(), network, schemes, {})
         old = {key: tensor.clone() for key, tensor in network.state_dict().items()}
         notes = method.smooth(work)
         changed = {key for key, tensor in network.state_dict().items() if not torch.equal(tensor, old[key])}

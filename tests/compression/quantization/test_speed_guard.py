@@ -1,4 +1,5 @@
-"""`guard: speed`: slower layers keep their weights, whatever the method; decisions are resumed and repeated."""
+"""`guard: speed`: slower layers get another format or keep their weights, whatever the method; decisions are resumed
+and repeated."""
 
 from __future__ import annotations
 
@@ -28,12 +29,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def guard(time_ratio: Callable[[LinearGroupSpec], float]) -> SpeedGuard:
-    return SpeedGuard(time_ratio, "a device", "chat")
+def guard(time_ratio: Callable[[LinearGroupSpec], float], *formats: str) -> SpeedGuard:
+    return SpeedGuard(time_ratio, "a device", "chat", formats)
 
 
 def slow_down_projection(spec: LinearGroupSpec) -> float:
     return 1.5 if spec.in_features == 48 else 0.5
+
+
+def slow_unless_eight_bits(spec: LinearGroupSpec) -> float:
+    """Down projections are fast in 8-bit integers only."""
+    return 1.5 if spec.in_features == 48 and format_name(spec.scheme.weight) != "int8" else 0.5
 
 
 def apply(settings: dict[str, Any], time_ratio: Callable[[LinearGroupSpec], float], **context: Any) -> Any:
@@ -68,6 +74,84 @@ def test_a_rotated_network_computes_the_same_with_unquantized_layers() -> None:
     with torch.no_grad():
         found, expected = model.network(**batch).logits, original(**batch).logits
     assert (found - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+@pytest.mark.parametrize("method", list(SETTINGS))
+def test_slower_layers_get_the_next_format_that_is_not_slower(method: str) -> None:
+    fallback = guard(slow_unless_eight_bits, "fp8-e4m3", "int8", "nf4")
+    model, facts = apply({"method": method, **SETTINGS[method]}, slow_unless_eight_bits, speed_guard=fallback)
+    if method in ("smoothquant", "mixed"):  # in which the layers, or some of them, have 8 bits without it
+        assert set(facts["speed_guard"]["formats"].values()) <= {"int8"}
+        assert not facts["speed_guard"]["unquantized"]
+        return
+    quantized = quantized_layers(model.network)
+    down = [f"model.layers.{block}.mlp.down_proj" for block in range(3)]
+    assert len(quantized) == facts["layers_quantized"] == 3 * 7
+    names = {path: format_name(layer.scheme.weight) for path, layer in quantized.items()}
+    assert {names[path] for path in down} == {"int8"} and "int8" not in {names[p] for p in names if p not in down}
+    assert {quantized[path].scheme.inputs for path in down} == {METHODS.build({"method": method}).scheme.inputs}
+    for path in down:
+        assert facts["layers"][path]["scheme"]["weight"] == "int8" and facts["layers"][path]["relative_error"] < 1e-3
+    result = facts["speed_guard"]
+    assert result["formats"] == dict.fromkeys(down, "int8") and result["unquantized"] == []
+    assert list(result["layers"]) == down
+    assert list(result["layers"][down[0]]["time_ratios"].items())[1:] == [("fp8-e4m3", 1.5), ("int8", 0.5)]
+    assert result["layers"][down[0]]["became"] == "int8"
+    assert torch.isfinite(model.network(**inputs("llama")).logits).all()
+
+
+def test_the_method_quantizes_with_the_other_format_too() -> None:
+    """With data, GPTQ has a smaller error at the outputs than rounding to nearest in the same format."""
+    fallback = guard(lambda spec: 2.0 if spec.scheme.weight.bits == 4 else 0.5, "int3/16")
+    models = {
+        method: apply({"method": method, **SMALL}, fallback.time_ratio, speed_guard=fallback)[0]
+        for method in ("gptq", "rtn", "hqq")
+    }
+    paths = quantized_layers(models["gptq"].network)
+    weights = {m: [quantized_layers(model.network)[path].weight for path in paths] for m, model in models.items()}
+    assert all(torch.equal(a, b) for a, b in zip(weights["rtn"], weights["hqq"], strict=True))  # hqq: to nearest
+    assert not any(torch.equal(a, b) for a, b in zip(weights["rtn"], weights["gptq"], strict=True))
+    direct = Model(BUILDS["llama"]())
+    METHODS.build({"method": "gptq", "format": "int3/16"}).apply(direct, MethodContext(batches=batches("llama")))
+    assert same(models["gptq"], direct)  # as if the recipe had named the format
+
+
+@pytest.mark.parametrize("method", ["awq", "aqas"])
+def test_scales_are_searched_in_the_format_that_a_layer_gets(method: str) -> None:
+    fallback = guard(lambda spec: 2.0 if spec.scheme.weight.bits == 4 else 0.5, "int3/16")
+    model, facts = apply({"method": method, **SETTINGS[method]}, fallback.time_ratio, speed_guard=fallback)
+    direct = Model(BUILDS["llama"]())
+    context = MethodContext(batches=batches("llama"))
+    expected = METHODS.build({"method": method, "format": "int3/16"}).apply(direct, context)
+    assert same(model, direct)
+    assert {p: f["scaling"] for p, f in facts["layers"].items()} == {
+        p: f["scaling"] for p, f in expected["layers"].items()
+    }
+
+
+def test_what_is_said_about_other_formats() -> None:
+    """What takes another format and what stays; a format whose groups do not divide the inputs is not timed."""
+    timed: list[tuple[int, str]] = []
+
+    def time_ratio(spec: LinearGroupSpec) -> float:
+        name = format_name(spec.scheme.weight)
+        timed.append((spec.in_features, name))
+        return {(48, "int8"): 1.01, (32, "int4-asym/16@float16"): 0.9}.get((spec.in_features, name), 1.25)
+
+    fallback = guard(time_ratio, "int4/32", "int8")
+    model, facts = apply({"method": "rtn", **SMALL}, time_ratio, speed_guard=fallback)
+    assert [entry for entry in timed if entry[0] == 48] == [(48, "int4-asym/16@float16"), (48, "int8")]
+    result, numbers = facts["speed_guard"], 3 * 48 * 32
+    assert result["sentence"] == (
+        "guard: 3 of 21 layers become int8, because they would be slower on a device for the workload chat: "
+        "mlp.down_proj (int8: 1.01x instead of 1.25x the time); this takes 1.82 kB more"
+    )
+    scale_bits = quantized_layers(model.network)["model.layers.0.mlp.down_proj"].scheme.weight.bits_per_value(48, 32)
+    assert result["extra_bytes"] == round(numbers * (scale_bits - 4 - 24 / 16) / 8)
+    both = guard(lambda spec: slow_unless_eight_bits(spec) if spec.in_features == 48 else 1.25, "int8")
+    _, facts = apply({"method": "rtn", **SMALL}, both.time_ratio, speed_guard=both)
+    assert "3 of 21 layers become int8 and 18 of 21 layers stay unquantized" in facts["speed_guard"]["sentence"]
+    assert "choose another format" not in facts["speed_guard"]["sentence"]
 
 
 @pytest.mark.parametrize(("ratio", "stays"), [(1.0, False), (1.02, False), (1.021, True)])
@@ -170,9 +254,11 @@ def test_a_resumed_step_keeps_the_decision(method: str, tmp_path: Path) -> None:
 
 def test_a_repeated_run_takes_the_recorded_decision() -> None:
     choices = Choices()
-    first, facts = apply({"method": "gptq", **SMALL}, slow_down_projection, choices=choices)
-    repeated = Choices(choices.made)
-    second, repeated_facts = apply({"method": "gptq", **SMALL}, lambda spec: 2.0, choices=repeated)
+    fallback = guard(slow_unless_eight_bits, "int8")
+    first, facts = apply({"method": "gptq", **SMALL}, slow_unless_eight_bits, choices=choices, speed_guard=fallback)
+    assert facts["speed_guard"]["formats"]
+    repeated, slow = Choices(choices.made), guard(lambda spec: 2.0, "int8")
+    second, repeated_facts = apply({"method": "gptq", **SMALL}, slow.time_ratio, choices=repeated, speed_guard=slow)
     assert same(first, second) and repeated.made == choices.made and repeated_facts == facts
 
 
@@ -186,12 +272,21 @@ def test_a_repeated_run_takes_the_recorded_decision() -> None:
         ({"unquantized": ["model.layers.9.mlp.down_proj"]}, "does not fit"),
         ({"unquantized": [["a"]]}, "does not fit"),
         ({"unquantized": ["model.layers.0.mlp.up_proj"]}, "separates layers"),
+        ({"formats": []}, "damaged"),
+        ({"formats": {"model.layers.0.mlp.down_proj": "int8"}}, "does not fit"),  # it stays unquantized, too
+        ({"formats": {"model.layers.9.mlp.down_proj": "int8"}}, "does not fit"),
+        ({"formats": {"model.layers.0.mlp.up_proj": "int8"}}, "separates layers"),
+        ({"other_ratios": {"model.layers.0.mlp.down_proj": {"nf4": 0.5}}}, "does not name"),
+        ({"formats": {"model.layers.0.self_attn.o_proj": "int8"}}, "not timed"),
+        ({"other_ratios": {"model.layers.0.mlp.down_proj": {"int8": "1"}}}, "must be numbers"),
         ([], "damaged"),
     ],
 )
 def test_a_recorded_decision_is_checked(change: Any, message: str) -> None:
-    choices = Choices()
-    apply({"method": "rtn", **SMALL}, slow_down_projection, choices=choices)
+    choices, fallback = Choices(), guard(slow_down_projection, "int8")
+    apply({"method": "rtn", **SMALL}, slow_down_projection, choices=choices, speed_guard=fallback)
     recorded = {**choices.made[CHOICE], **change} if isinstance(change, dict) else change
     with pytest.raises(RecipeError, match=message):
-        apply({"method": "rtn", **SMALL}, slow_down_projection, choices=Choices({CHOICE: recorded}))
+        apply(
+            {"method": "rtn", **SMALL}, slow_down_projection, choices=Choices({CHOICE: recorded}), speed_guard=fallback
+        )

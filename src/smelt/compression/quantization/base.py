@@ -32,7 +32,8 @@ from smelt.compression.quantization.layers import (
     scale_groups,
     share_expert_amax,
 )
-from smelt.compression.quantization.speed_guard import SpeedGuardResult, apply_speed_guard
+from smelt.compression.quantization.rounding import round_to_nearest
+from smelt.compression.quantization.speed_guard import SpeedGuardResult, apply_speed_guard, final_schemes
 from smelt.config import renamed
 from smelt.errors import DataError, FormatError, ModelError, RecipeError
 from smelt.measure.cost import count_bytes
@@ -103,6 +104,7 @@ class Quantization(Method):
 
     offloads: ClassVar[bool] = True
     teacher: ClassVar[bool] = False  # needs the outputs of the original blocks
+    any_format: ClassVar[bool] = True  # `quantize` takes each group's format from the work, whichever it is
 
     def prepare(self, model: Model, context: MethodContext) -> Any:
         """Process the network before the first block; the result is passed on as `BlockWork.prepared`."""
@@ -122,7 +124,7 @@ class Quantization(Method):
         schemes = [(group, self.group_scheme(group, prepared)) for group in groups]
         guarded = apply_speed_guard(schemes, context)
         guard_facts = {} if guarded is None else {"speed_guard": guarded.facts(schemes)}
-        run = _Run(self, model, context, prepared, guarded)
+        run = _Run(self, model, context, prepared, final_schemes(schemes, guarded), guarded)
         for block in context.progress.track(model.anatomy.blocks, self.name):
             run.block(block)
         self.conclude(model, context)
@@ -190,24 +192,27 @@ class BlockWork:
     block_inputs: BlockInputs | None
     context: MethodContext
     network: nn.Module
-    scheme: QuantizationScheme
+    schemes: Mapping[str, QuantizationScheme]  # of the layers to quantize, by path
     facts: dict[str, dict[str, Any]]
     targets: ActivationStore | None = None  # outputs of the original block, one tensor per batch
     is_last: bool = False  # no block follows
     prepared: Any = None  # what the method's `prepare` returned
     tokens: Mapping[str, int] = field(default_factory=dict)  # routed to each expert, by its path
-    unquantized: frozenset[str] = frozenset()  # paths of layers that stay as they are
 
     @property
     def groups(self) -> list[LayerGroup]:
         """The groups to quantize."""
-        return [group for group in layer_groups(self.block) if group.path not in self.unquantized]
+        return [group for group in layer_groups(self.block) if group.path in self.schemes]
 
     @property
     def scale_groups(self) -> list[LayerGroup]:
         """The groups that share an input scale, without those of which no layer is quantized."""
         groups = scale_groups(self.block)
-        return [group for group in groups if any(layer.path not in self.unquantized for layer in group.layers)]
+        return [group for group in groups if any(layer.path in self.schemes for layer in group.layers)]
+
+    def weight_format(self, group: LayerGroup) -> Format:
+        """Return the format in which the weights of a group are quantized."""
+        return self.schemes[group.path].weight
 
     def observe(self, observers: Sequence[tuple[LayerGroup, Observer]]) -> None:
         """Feed each group's inputs to its observer in one pass, which ends at the last one: list them in run order."""
@@ -215,12 +220,12 @@ class BlockWork:
         observers_by_module = {group.input_module: observer for group, observer in observers}
         observe(self.block_inputs, self.block, observers_by_module, stop_at=observers[-1][0].input_module)
 
-    def replace_layers(self, group: LayerGroup, quantized: Sequence[QuantizedTensor], **changes: Any) -> None:
-        """Replace the layers of a group with quantized ones; `changes` override fields of the scheme."""
+    def replace_layers(self, group: LayerGroup, quantized: Sequence[QuantizedTensor]) -> None:
+        """Replace the layers of a group with quantized ones."""
         for layer, matrix in zip(group.layers, quantized, strict=True):
             if not all(bool(tensor.isfinite().all()) for tensor in matrix.qparams.tensors().values()):
                 raise ModelError(f"{layer.path} has values out of the range of {format_name(matrix.format)} scales.")
-            scheme = replace(self.scheme, weight=matrix.format, **changes)
+            scheme = replace(self.schemes[group.path], weight=matrix.format)
             error = _relative_error(layer.weight, matrix)
             quantized_layer = QuantizedLinear.from_quantized(
                 matrix, scheme, bias=layer.module.bias, dtype=layer.weight.dtype
@@ -235,10 +240,10 @@ class _Run:
 
     def __init__(
         self, method: Quantization, model: Model, context: MethodContext, prepared: Any,
-        guarded: SpeedGuardResult | None,
+        schemes: Mapping[str, QuantizationScheme], guarded: SpeedGuardResult | None,
     ) -> None:  # fmt: skip
         self.method, self.network, self.context, self.prepared = method, model.network, context, prepared
-        self.guarded = guarded
+        self.schemes, self.guarded = schemes, guarded
         self.before = count_bytes(self.network)
         self.layers: dict[str, dict[str, Any]] = {}
         self.last_index = len(model.anatomy.blocks) - 1
@@ -270,18 +275,31 @@ class _Run:
 
     def _quantize(self, block: Block) -> dict[str, dict[str, Any]]:
         work = BlockWork(
-            block, self.block_inputs, self.context, self.network, self.method.scheme, {},
+            block, self.block_inputs, self.context, self.network, self.schemes, {},
             targets=None if self.teacher is None else self.teacher.hidden, is_last=block.index == self.last_index,
             prepared=self.prepared,
             tokens={} if self.block_inputs is None else count_expert_tokens(self.block_inputs, block),
-            unquantized=frozenset() if self.guarded is None else frozenset(self.guarded.unquantized),
         )  # fmt: skip
         if not work.groups:
             return {}
-        self.method.quantize(work)
+        if self.method.any_format or self.guarded is None:
+            self.method.quantize(work)
+        else:
+            self._quantize_by_format(work, self.guarded.formats)
         if self.method.static_activations:
             self._set_static_scales(block)
         return work.facts
+
+    def _quantize_by_format(self, work: BlockWork, formats: Mapping[str, str]) -> None:
+        """Round the groups with another format than the method's to nearest, after it quantized the others."""
+        others = [group for group in work.groups if group.path in formats]
+        own = {path: scheme for path, scheme in work.schemes.items() if path not in formats}
+        if len(others) < len(work.groups):
+            self.method.quantize(replace(work, schemes=own))
+        for group in others:
+            work.replace_layers(
+                group, [round_to_nearest(layer.weight, work.weight_format(group)) for layer in group.layers]
+            )
 
     def _set_static_scales(self, block: Block) -> None:
         """Set each layer's static input scale from the largest input on the calibration data."""

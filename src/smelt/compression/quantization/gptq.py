@@ -10,7 +10,7 @@ from smelt.compression.quantization.base import BlockWork, Quantization
 from smelt.compression.quantization.gptq_rounding import DAMPING, round_group
 from smelt.compression.quantization.layers import LayerGroup
 from smelt.config import renamed
-from smelt.numerics.format import QuantizedTensor
+from smelt.numerics.format import Format, QuantizedTensor
 
 
 @METHODS.register("gptq", paper="Frantar et al., 2023 (arXiv 2210.17323)", needs=("calibration data",))
@@ -33,9 +33,9 @@ class Gptq(Quantization):
             observers = [(group, HessianObserver()) for group in batch]
             work.observe(observers)
             for group, hessian in observers:
-                work.replace_layers(group, self.round(group, hessian))
+                work.replace_layers(group, self.round(group, hessian, work.weight_format(group)))
 
-    def round(self, group: LayerGroup, hessian: HessianObserver) -> list[QuantizedTensor]:
+    def round(self, group: LayerGroup, hessian: HessianObserver, number_format: Format) -> list[QuantizedTensor]:
         return round_group(
-            group, hessian, self.weight_format, damping=self.damping, act_order=self.act_order, search=self.range_search
+            group, hessian, number_format, damping=self.damping, act_order=self.act_order, search=self.range_search
         )

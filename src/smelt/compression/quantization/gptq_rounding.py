@@ -23,9 +23,7 @@ DAMPING = 0.01  # relative to the mean of the Hessian diagonal
 ROUNDINGS = ("rtn", "gptq")
 
 
-def round_block(
-    work: BlockWork, rounding: str, select_format: Callable[[LayerGroup], Format]
-) -> Iterator[tuple[LayerGroup, list[QuantizedTensor]]]:
+def round_block(work: BlockWork, rounding: str) -> Iterator[tuple[LayerGroup, list[QuantizedTensor]]]:
     """Yield every layer group of a block with its quantized matrices, rounded to nearest or with GPTQ.
 
     The Hessians are those of the block's current weights.
@@ -36,9 +34,9 @@ def round_block(
         work.observe(list(zip(groups, hessians, strict=True)))
     for group, hessian in zip(groups, hessians, strict=True):
         if rounding == "gptq":
-            yield group, round_group(group, hessian, select_format(group))
+            yield group, round_group(group, hessian, work.weight_format(group))
         else:
-            yield group, [round_to_nearest(layer.weight, select_format(group)) for layer in group.layers]
+            yield group, [round_to_nearest(layer.weight, work.weight_format(group)) for layer in group.layers]
 
 
 def round_group(

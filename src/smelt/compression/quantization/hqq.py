@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ class Hqq(Quantization):
     lp_norm: float = renamed("power", default=0.7)  # p of the l_p norm
     beta: float = 10.0  # penalty of the proximal step; larger values shrink errors less
     iterations: int = 20  # at most; stops when the mean error no longer decreases
+
+    any_format: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -81,6 +81,7 @@ class LearnedQuantization(Quantization):
     lfq: bool = False  # fit the last block to the logits of the source model (LFQ) instead of its hidden states
 
     teacher: ClassVar[bool] = True
+    any_format: ClassVar[bool] = False
     cosine: ClassVar[bool] = False  # cosine decay of the learning rate to zero; false: constant
 
     def __post_init__(self) -> None:

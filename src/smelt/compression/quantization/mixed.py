@@ -136,7 +136,7 @@ class MixedPrecision(Quantization):
 
     def quantize(self, work: BlockWork) -> None:
         plan: dict[str, tuple[Format, list[float]]] = work.prepared
-        for group, matrices in round_block(work, self.rounding, lambda group: plan[group.path][0]):
+        for group, matrices in round_block(work, self.rounding):
             work.replace_layers(group, matrices)
             errors = dict(zip(map(str, self.widths), plan[group.path][1], strict=True))
             for layer in group.layers:

@@ -28,7 +28,7 @@ from smelt.measure.cost import count_bytes
 from smelt.models.anatomy import Anatomy, Part
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizationScheme, quantized_layers
-from smelt.numerics.format import QuantizedTensor
+from smelt.numerics.format import Format, QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,9 @@ class RotatedQuantization(Quantization):
         if self.rounding == "gptq":
             work.observe(groups)
         for group, hessian in groups:
-            online = self.rotates_inputs(group)
-            if online:
+            if self.rotates_inputs(group):
                 rotate_inputs(group, hessian)
-            work.replace_layers(group, self.round(group, hessian), hadamard=online)
+            work.replace_layers(group, self.round(group, hessian, work.weight_format(group)))
 
     def group_scheme(self, group: LayerGroup, prepared: Any) -> QuantizationScheme:
         return replace(self.scheme, hadamard=self.rotates_inputs(group))
@@ -108,11 +107,11 @@ class RotatedQuantization(Quantization):
     def _should_rotate(self, part: Part) -> bool:
         return part.units > 0 and (self.rotate_ffn if part.kind == "ffn_channels" else self.rotate_heads)
 
-    def round(self, group: LayerGroup, hessian: HessianObserver) -> list[QuantizedTensor]:
+    def round(self, group: LayerGroup, hessian: HessianObserver, number_format: Format) -> list[QuantizedTensor]:
         if self.rounding == "rtn":
-            return [round_to_nearest(layer.weight, self.weight_format, self.range_search) for layer in group.layers]
+            return [round_to_nearest(layer.weight, number_format, self.range_search) for layer in group.layers]
         return round_group(
-            group, hessian, self.weight_format, damping=self.damping, act_order=self.act_order, search=self.range_search
+            group, hessian, number_format, damping=self.damping, act_order=self.act_order, search=self.range_search
         )
 
 

@@ -19,6 +19,7 @@ class RoundToNearest(Quantization):
 
     def quantize(self, work: BlockWork) -> None:
         for group in work.groups:
+            number_format = work.weight_format(group)
             work.replace_layers(
-                group, [round_to_nearest(layer.weight, self.weight_format, self.range_search) for layer in group.layers]
+                group, [round_to_nearest(layer.weight, number_format, self.range_search) for layer in group.layers]
             )

@@ -7,7 +7,7 @@ are quantized during the search, and in whether weights are clipped afterwards.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,8 +94,8 @@ class ScaleSearch(Quantization):
     def quantize(self, work: BlockWork) -> None:
         notes = self.scale(work)
         if self.clip:
-            clip_block(work, self.weight_format)
-        for group, matrices in round_block(work, self.rounding, lambda _: self.weight_format):
+            clip_block(work)
+        for group, matrices in round_block(work, self.rounding):
             all_facts = [self.layer_facts(layer, matrix) for layer, matrix in zip(group.layers, matrices, strict=True)]
             work.replace_layers(group, matrices)
             for layer, layer_facts in zip(group.layers, all_facts, strict=True):
@@ -117,7 +117,10 @@ class ScaleSearch(Quantization):
                 note["reason"] = NO_TOKENS
             elif source is not None:
                 output_error = self.make_output_error(work, group)
-                best = self.best(group, source, output_error, *observer.mean_and_max(group))
+                formats = [
+                    work.schemes[layer.path].weight if layer.path in work.schemes else None for layer in group.layers
+                ]
+                best = self.best(group, source, output_error, *observer.mean_and_max(group), formats)
                 fold_scale(group, source, best.candidate.scale)
                 note = {
                     "into": source.name, "family": best.candidate.family, "exponent": best.candidate.exponent,
@@ -134,13 +137,14 @@ class ScaleSearch(Quantization):
         return error_class(work.block_inputs, work.block, group, self.search_tokens)
 
     def best(
-        self, group: LayerGroup, source: ScaleSource, output_error: OutputError, mean: Tensor, amax: Tensor
-    ) -> ScaleSearchResult:
-        """Return the best candidate, each rounded to what its source can fold."""
+        self, group: LayerGroup, source: ScaleSource, output_error: OutputError, mean: Tensor, amax: Tensor,
+        formats: Sequence[Format | None] | None = None,
+    ) -> ScaleSearchResult:  # fmt: skip
+        """Return the best candidate, each rounded to what its source can fold; `formats` as in `trial_error`."""
         best, unscaled_error = None, None
         for candidate in self.candidates(group, mean, amax):
             candidate = replace(candidate, scale=source.foldable(candidate.scale))
-            error = self.trial_error(group, output_error, candidate.scale)
+            error = self.trial_error(group, output_error, candidate.scale, formats)
             unscaled_error = error if unscaled_error is None else unscaled_error
             if best is None or error < best.error:
                 best = ScaleSearchResult(candidate, error, unscaled_error)
@@ -149,9 +153,22 @@ class ScaleSearch(Quantization):
             raise DataError(f"{group.part.path} outputs NaN or infinity on the calibration data; cannot quantize it.")
         return best
 
-    def trial_error(self, group: LayerGroup, output_error: OutputError, scale: Tensor) -> float:
-        """Return the output error of the quantized product `Q(x / s) Q(W s)^T`."""
-        weights = [self.weight_format.fake_quantize(layer.weight.float() * scale) / scale for layer in group.layers]
+    def trial_error(
+        self, group: LayerGroup, output_error: OutputError, scale: Tensor,
+        formats: Sequence[Format | None] | None = None,
+    ) -> float:  # fmt: skip
+        """Return the output error of the quantized product `Q(x / s) Q(W s)^T`.
+
+        `formats` are those of the group's layers, None for one that stays unquantized; by default, the method's.
+        """
+        weights = [
+            layer.weight.float()
+            if number_format is None
+            else number_format.fake_quantize(layer.weight.float() * scale) / scale
+            for layer, number_format in zip(
+                group.layers, formats or [self.weight_format] * len(group.layers), strict=True
+            )
+        ]
         return output_error.error(weights, self._input_quantizer(scale))
 
     def _input_quantizer(self, scale: Tensor) -> InputTransform | None:
@@ -181,7 +198,7 @@ def balance_scale(scale: Tensor) -> Tensor:
 # --- clipping, as in AWQ ----------------------------------------------------------------------------------------------
 
 
-def clip_block(work: BlockWork, number_format: Format) -> None:
+def clip_block(work: BlockWork) -> None:
     """Clip each group of a block's weights to the range of least output error after quantization."""
     samples = [(group, RowSample(CLIP_TOKENS)) for group in work.groups]
     work.observe(samples)
@@ -189,7 +206,7 @@ def clip_block(work: BlockWork, number_format: Format) -> None:
         if is_unreached(group, sample.rows):
             continue
         for projection in clipped_projections(group):
-            clip_(projection.weight, observed(group.path, sample.rows), number_format)
+            clip_(projection.weight, observed(group.path, sample.rows), work.weight_format(group))
 
 
 def clipped_projections(group: LayerGroup) -> tuple[Projection, ...]:

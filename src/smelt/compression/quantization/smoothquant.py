@@ -40,7 +40,7 @@ class SmoothQuant(Quantization):
 
     def quantize(self, work: BlockWork) -> None:
         notes = self.smooth(work)
-        for group, matrices in round_block(work, self.rounding, lambda _: self.weight_format):
+        for group, matrices in round_block(work, self.rounding):
             work.replace_layers(group, matrices)
             for layer in group.layers:
                 work.facts[layer.path]["scaling"] = notes.get(layer.path, {"into": None})

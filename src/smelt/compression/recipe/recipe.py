@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -13,9 +14,10 @@ from smelt.compression import methods as methods  # every method must be registe
 from smelt.compression.base import Method
 from smelt.compression.quantization.base import Quantization
 from smelt.config import json_schema, migrate_text, parse, renamed
-from smelt.errors import RecipeError
+from smelt.errors import FormatError, RecipeError
 from smelt.measure.gate import parse_margins
 from smelt.measure.multiple_choice import NORMALIZATIONS
+from smelt.numerics.catalog import format_name, get_format
 from smelt.strict_yaml import read_yaml
 
 _MAX_COUNT = 10**9
@@ -66,6 +68,43 @@ class EvaluationSettings:
 
 
 @dataclass(frozen=True)
+class Guard:
+    """`guard: speed`, or `guard: {speed: [int8]}` with formats for the layers that would be slower."""
+
+    formats: tuple[str, ...] = ()  # tried in this order; then layers stay unquantized
+
+    def __post_init__(self) -> None:
+        try:
+            names = [format_name(get_format(name)) for name in self.formats]
+        except FormatError as error:
+            raise RecipeError(f"guard of the recipe: {error}") from error
+        if len(set(names)) < len(names):
+            raise RecipeError(f"guard of the recipe names a format twice: {', '.join(self.formats)}.")
+
+    @classmethod
+    def from_config(cls, value: Any) -> Guard:
+        """Parse the form used in recipes."""
+        if value == "speed":
+            return cls()
+        names = value["speed"] if isinstance(value, Mapping) and list(value) == ["speed"] else None
+        if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
+            raise RecipeError(
+                "guard of the recipe must be speed, or {speed: [int8]} with formats for layers that would be slower, "
+                f"not {value!r:.80}."
+            )
+        return cls(tuple(names))
+
+    @classmethod
+    def config_schema(cls) -> dict[str, Any]:
+        formats = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+        described = {"type": "object", "properties": {"speed": formats}, "required": ["speed"]}
+        return {"anyOf": [{"const": "speed"}, {**described, "additionalProperties": False}]}
+
+    def to_json(self) -> Any:
+        return {"speed": list(self.formats)} if self.formats else "speed"
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Steps in order. The same recipe on the same model gives the same bytes."""
 
@@ -74,7 +113,7 @@ class Recipe:
     data: CalibrationSettings = field(default_factory=CalibrationSettings)
     evaluate: EvaluationSettings = field(default_factory=EvaluationSettings)
     memory_limit: str | int | float | None = None  # of activations, such as "2 GB"; the rest is kept on disk
-    guard: Literal["speed"] | None = None  # speed: layers that would become slower are not quantized
+    guard: Guard | None = None  # speed: layers that would become slower get another format, or are not quantized
 
     def __post_init__(self) -> None:
         if not self.steps:
@@ -84,8 +123,8 @@ class Recipe:
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit)
             object.__setattr__(self, "memory_limit", str(self.memory_limit))
-        if self.guard not in (None, "speed"):
-            raise RecipeError(f"guard of the recipe must be one of speed, not {self.guard!r:.80}.")
+        if self.guard is not None and not isinstance(self.guard, Guard):
+            object.__setattr__(self, "guard", Guard.from_config(self.guard))
         if self.guard is not None and not any(isinstance(step, Quantization) for step in self.steps):
             raise RecipeError("`guard: speed` decides which layers are quantized, and no step quantizes; remove it.")
 
@@ -115,7 +154,7 @@ class Recipe:
             "data": dataclasses.asdict(self.data),
             "evaluate": dataclasses.asdict(self.evaluate),
             **({"memory_limit": self.memory_limit} if self.memory_limit else {}),
-            **({"guard": self.guard} if self.guard else {}),
+            **({"guard": self.guard.to_json()} if self.guard else {}),
             "steps": [step.to_json() for step in self.steps],
         }
 

@@ -253,9 +253,9 @@ class _Run:
         changed = _states(model) - untouched
         self._check_finite(model, {name for name, *_ in changed}, step.name, name)
         guarded = facts.pop("speed_guard", None)
-        unquantized = {"unquantized_by_guard": guarded["unquantized"]} if guarded else {}
+        decided = {"speed_guard": {key: guarded[key] for key in ("device", "workload", "layers")}} if guarded else {}
         model.history.append(
-            {**step.to_json(), "seed": self.recipe.seed, "calibration": fingerprint(batches), **unquantized}
+            {**step.to_json(), "seed": self.recipe.seed, "calibration": fingerprint(batches), **decided}
         )
         record = {
             "name": step.name,
@@ -285,7 +285,7 @@ class _Run:
         if self.recipe.guard is None:
             return None
         timer = LayerTimer(model, self.workload, self.device)
-        return SpeedGuard(timer.time_ratio, timer.device_name, self.workload.name)
+        return SpeedGuard(timer.time_ratio, timer.device_name, self.workload.name, self.recipe.guard.formats)
 
     def _check_finite(self, model: Model, changed: set[str], method: str, step: str) -> None:
         """Raise if a step left NaN or infinity in a tensor that it changed."""
