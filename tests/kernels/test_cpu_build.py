@@ -91,12 +91,35 @@ def test_a_changed_source_is_recompiled(tmp_path: Path, compiler: Path, monkeypa
     monkeypatch.setattr(build, "SOURCE", source)
     assert ensure_compiled() == first
     seen = {first}
-    for header in (source / "plan.h", source / build.HIGHWAY / "hwy" / "base.h"):
-        header.write_text(header.read_text() + "\n")
+    for number, header in enumerate(("plan.h", build.HIGHWAY / "hwy" / "base.h")):  # a process hashes a folder once
+        changed = tmp_path / f"changed-{number}"
+        shutil.copytree(source, changed)
+        (changed / header).write_text((source / header).read_text() + "\n")
+        monkeypatch.setattr(build, "SOURCE", changed)
         seen.add(ensure_compiled())
     assert len(seen) == 3
     assert ensure_compiled("-march=x86-64") not in seen
     assert calls(tmp_path) == 4 * STEPS
+
+
+@compiled
+def test_a_library_is_hashed_and_loaded_once(compiler: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later calls read no source; another compiler, cache folder or setting is still noticed."""
+    first = load_library()
+    assert first is not None and load_units(build.UNITS, build._declare) is first
+    with monkeypatch.context() as unreadable:
+        unreadable.setattr(Path, "read_bytes", lambda self: pytest.fail(f"{self} was read again"))
+        assert load_library() is first
+        unreadable.setenv("SMELT_COMPILE", "0")
+        assert load_library() is None
+    for file in cache.iterdir():
+        file.rename(file.with_suffix(".gone"))
+    assert load_library() is first and len(list(cache.glob("*.so"))) == 1  # compiled again
+    compiler.write_text(compiler.read_text().replace("copy 1.0", "copy 2.0"))
+    other = compiler.with_name("other")
+    compiler.rename(other)
+    monkeypatch.setenv("CXX", str(other))
+    assert load_library() is not None and len(list(cache.glob("*.so"))) == 2
 
 
 def test_kernels_can_be_disabled(tmp_path: Path) -> None:

@@ -51,17 +51,21 @@ def load_units(
     if os.environ.get("SMELT_COMPILE") == "0":
         return None
     try:
-        path = ensure_compiled(machine, units)
-        _export_openmp()
-        return declare(ctypes.CDLL(str(path)))
+        return _load(ensure_compiled(machine, units), declare)
     except (OSError, subprocess.SubprocessError, AttributeError):
         return None
+
+
+@lru_cache
+def _load(path: Path, declare: Callable[[ctypes.CDLL], ctypes.CDLL]) -> ctypes.CDLL:
+    _export_openmp()
+    return declare(ctypes.CDLL(str(path)))
 
 
 def ensure_compiled(machine: str = NATIVE, units: Mapping[str, tuple[str, ...]] = UNITS) -> Path:
     """Return the path of the library, compiled if necessary."""
     compiler = _compiler()
-    path = cache_folder() / "kernels" / f"smelt-{_fingerprint(compiler, machine, units)}.so"
+    path = cache_folder() / "kernels" / f"smelt-{_fingerprint(SOURCE, compiler, machine, tuple(units.items()))}.so"
     if not path.is_file():  # complete if it exists, since it is created by a rename
         _compile(compiler, machine, path, units)
     status = path.stat()
@@ -86,12 +90,13 @@ def _compiler() -> str:
     raise FileNotFoundError("no C++ compiler found")
 
 
-def _fingerprint(compiler: str, machine: str, units: Mapping[str, tuple[str, ...]]) -> str:
-    """Return a hash of everything that the library depends on."""
+@lru_cache
+def _fingerprint(source: Path, compiler: str, machine: str, units: tuple[tuple[str, tuple[str, ...]], ...]) -> str:
+    """Return a hash of everything that the library depends on: taken once, as the source of a process is fixed."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_COMPILE_TIMEOUT).stdout
-    parts = [version, " ".join((*FLAGS, machine)).encode(), str(units).encode(), _cpu_features()]
-    headers = sorted(SOURCE.rglob("*.h"))
-    parts += [file.read_bytes() for file in (*headers, *(SOURCE / f"{name}.cpp" for name in units))]
+    parts = [version, " ".join((*FLAGS, machine)).encode(), str(dict(units)).encode(), _cpu_features()]
+    headers = sorted(source.rglob("*.h"))
+    parts += [file.read_bytes() for file in (*headers, *(source / f"{name}.cpp" for name, _ in units))]
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
 
 
