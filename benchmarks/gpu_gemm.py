@@ -1,10 +1,12 @@
 """Products with packed weights on a Hopper GPU, for every batch size of the engine, against bfloat16 in the same run.
 
-    PYTHONPATH=src:benchmarks python benchmarks/gpu_gemm.py [--formats int4/128@float16 ...] [--tune]
+    PYTHONPATH=src:benchmarks python benchmarks/gpu_gemm.py [--formats int4/128@float16 ...] [--shapes 4096x4096 ...]
+                                                           [--batches 1 16 ...] [--tune]
 
 Times are medians of replays of a CUDA graph, divided by its calls; each call has its own copy of the matrix and of x,
 together far larger than the cache. Rows with inputs in 8 bits leave out their quantization. `--tune` tries all tile
-sizes instead of those that `choose_config` takes, and prints the best; kernels are compiled in parallel first.
+sizes instead of those that `choose_config` takes, and prints the best; kernels are compiled in parallel first. Rows of
+int4 in groups of 128 also have PyTorch's own product with such weights, `_weight_int4pack_mm`, if the device has it.
 """
 
 from __future__ import annotations
@@ -48,24 +50,38 @@ FORMATS = {  # weights: dtype of the operands
     "int8/row": torch.int8,
     "int4/row": torch.int8,
 }
+TORCH_INT4, TORCH_INNER_TILES = "int4/128@float16", 8  # the rows beside which PyTorch's product stands; its layout
 Row = dict[str, Any]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS))
+    parser.add_argument("--shapes", nargs="+", type=_shape, default=SHAPES, help="of matrices, such as 4096x14336")
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--name", help="of the results file")
     options = parser.parse_args()
     if options.tune:
-        compile_candidates(options.formats)
+        compile_candidates(options)
     torch.manual_seed(SEED)
     copy = copy_bandwidth()
     rows: list[Row] = []
-    for shape in SHAPES:
-        dense = measure_dense(*shape)
+    for shape in options.shapes:
+        dense = measure_dense(*shape, options.batches)
+        peer = measure_torch_int4(*shape, options.batches) if TORCH_INT4 in options.formats else {}
         for name in options.formats:
-            rows += measure(name, *shape, dense, copy, options.tune)
-        write("gpu_gemm_tune" if options.tune else "gpu_gemm", rows, text(rows, copy))
+            times = peer if name == TORCH_INT4 else {}
+            rows += [
+                {**row, "torch_int4_microseconds": times.get(row["batch"])}
+                for row in measure(name, *shape, dense, copy, options.tune)
+            ]
+        write(options.name or ("gpu_gemm_tune" if options.tune else "gpu_gemm"), rows, text(rows, copy))
+
+
+def _shape(name: str) -> tuple[int, int]:
+    rows, _, columns = name.partition("x")
+    return int(rows), int(columns)
 
 
 def inputs(batch: int, columns: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -74,13 +90,34 @@ def inputs(batch: int, columns: int, count: int, dtype: torch.dtype) -> list[tor
     return [torch.randn(batch, columns, device="cuda").to(dtype) for _ in range(count)]
 
 
-def measure_dense(rows: int, columns: int) -> dict[int, float]:
+def measure_dense(rows: int, columns: int, batches: list[int]) -> dict[int, float]:
     count = max(4, int(AT_LEAST / (2 * rows * columns)))
     weights = [torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
     times = {}
-    for batch in BATCHES:
+    for batch in batches:
         xs = inputs(batch, columns, count, torch.bfloat16)
         times[batch] = graph_seconds([lambda x=x, w=w: F.linear(x, w) for x, w in zip(xs, weights, strict=True)])
+    return times
+
+
+def measure_torch_int4(rows: int, columns: int, batches: list[int]) -> dict[int, float]:
+    """Return the microseconds of PyTorch's product with 4-bit weights in groups of 128, by batch; none without it."""
+    count = max(4, int(2 * AT_LEAST / (rows * columns)))
+    codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device="cuda")
+    scales = torch.rand(columns // 128, rows, 2, device="cuda", dtype=torch.bfloat16)  # and zero points
+    times = {}
+    try:
+        packed = torch.ops.aten._convert_weight_to_int4pack(codes, TORCH_INNER_TILES)
+        weights = [packed.clone() for _ in range(count)]
+        for batch in batches:
+            xs = inputs(batch, columns, count, torch.bfloat16)
+            calls = [
+                lambda x=x, w=w: torch.ops.aten._weight_int4pack_mm(x, w, 128, scales)
+                for x, w in zip(xs, weights, strict=True)
+            ]
+            times[batch] = 1e6 * graph_seconds(calls, 10)
+    except (AttributeError, NotImplementedError, RuntimeError) as error:
+        print(f"no int4 product of PyTorch: {str(error).splitlines()[0]}", flush=True)
     return times
 
 
@@ -94,7 +131,7 @@ def measure(name: str, rows: int, columns: int, dense: dict[int, float], copy: f
     count = max(4, int(AT_LEAST / weights.tiles.numel()))
     held = [replace(weights, tiles=weights.tiles.clone()) for _ in range(count)]
     results = []
-    for batch in BATCHES:
+    for batch in dense:
         xs = inputs(batch, columns, count, operands)
         times = {}
         for config in candidates(batch, weights) if tune else [None]:
@@ -141,9 +178,9 @@ def all_configs(batch: int) -> Iterator[Config]:
             yield Config(tile_n, row_tiles, m_tiles, k_tiles, teams, 16, split_k, flush, mma=tile_n <= 32)
 
 
-def compile_candidates(formats: list[str]) -> None:
+def compile_candidates(options: argparse.Namespace) -> None:
     sources = set()
-    for name, (rows, columns), batch in itertools.product(formats, SHAPES, BATCHES):
+    for name, (rows, columns), batch in itertools.product(options.formats, options.shapes, options.batches):
         number_format = get_format(name)
         example = PackedMatrix(number_format, 64, 256, number_format.quantize(torch.randn(64, 256)).pack())
         layout = hopper_layout.layout_of(describe(example), FORMATS[name])
@@ -164,10 +201,20 @@ def text(rows: list[Row], copy: float) -> str:
         [
             row["format"], row["operands"], f"{row['rows']} x {row['columns']}", str(row["batch"]),
             f"{row['microseconds']:.2f}", f"{row['against_bfloat16']:.2f}x", f"{row['share_of_copy']:.0%}",
+            "" if row.get("torch_int4_microseconds") is None else f"{row['torch_int4_microseconds']:.2f}",
         ]
         for row in rows
     ]  # fmt: skip
-    headings = ["weights", "operands", "matrix", "batch", "time, us", "against bfloat16", "of copy bandwidth"]
+    headings = [
+        "weights",
+        "operands",
+        "matrix",
+        "batch",
+        "time, us",
+        "against bfloat16",
+        "of copy bandwidth",
+        "PyTorch's int4, us",
+    ]
     return (
         f"# Products with packed weights on a Hopper GPU\n\nSeed {SEED}, random data; copy bandwidth "
         f"{copy / 1e12:.2f} TB/s, read and written. `of copy bandwidth` counts the bytes of the weights.\n\n"

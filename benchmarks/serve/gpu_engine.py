@@ -27,6 +27,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "1b": {"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192, "head_dim": 64},
     "8b": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, "head_dim": 128},
 }
+TINY: dict[str, Any] = {  # to try a script without a GPU
+    "hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 1024, "head_dim": 32, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": 512,
+}  # fmt: skip
 STREAMS = {"1b": (1, 64, 256), "8b": (1, 64, 128)}
 PEER_STREAMS = {"1b": 256, "8b": 64}
 COMMON = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
@@ -65,16 +69,18 @@ def _guarded(shape: str, who: str, work: Any) -> list[dict[str, Any]]:
         return [{"shape": shape, "who": who, "failed": f"{type(error).__name__}: {error}"[:300]}]
 
 
-def random_network(shape: str) -> Any:
-    config = LlamaConfig(**COMMON, **SHAPES[shape], tie_word_embeddings=shape == "1b", dtype=torch.bfloat16)
+def random_network(shape: str, device: str = "cuda", **changes: Any) -> Any:
+    """Return a network of a shape (`tiny`: for tests), with some fields of its config changed."""
+    fields = {**COMMON, **(TINY if shape == "tiny" else SHAPES[shape]), **changes}
+    config = LlamaConfig(**fields, tie_word_embeddings=shape == "1b", dtype=torch.bfloat16)
     with torch.device("meta"):
         network = LlamaForCausalLM(config).to(torch.bfloat16)
-    network = network.to_empty(device="cuda").eval()
+    network = network.to_empty(device=device).eval()
     torch.manual_seed(SEED)
     for name, parameter in network.named_parameters():
         parameter.data.fill_(1.0) if "norm" in name else parameter.data.normal_(0, 0.02)
     rotary = network.model.rotary_emb
-    rotary.inv_freq = type(rotary)(config).inv_freq.to("cuda")  # to_empty leaves it uninitialized
+    rotary.inv_freq = type(rotary)(config).inv_freq.to(device)  # to_empty leaves it uninitialized
     rotary.original_inv_freq = rotary.inv_freq
     network.tie_weights()
     return network

@@ -82,6 +82,9 @@ def main() -> None:
     parser.add_argument(
         "--resume", action="store_true", help="add to earlier rows; bf16 is measured again for the new ones"
     )
+    parser.add_argument(
+        "--lm-head-dtype", choices=["int8"], help="of all models but bf16, whose rows stay the baseline"
+    )
     parser.add_argument("--name", default="serve_gpu_formats", help="of the results file")
     options = parser.parse_args()
     rows = previous_rows(options.name, options.resume)
@@ -98,20 +101,25 @@ def build(variant: Variant) -> Any:
     network = random_network("8b")
     if variant.pruned:
         Magnitude(budget=Budget("parameters", 0.75)).apply(Model(network), MethodContext(seed=SEED))
-    if variant.weight is not None:
-        inputs = None if variant.inputs is None else get_format(variant.inputs)
-        base = QuantizationScheme(get_format(variant.weight), inputs)
-        mixed = base if variant.mixed is None else QuantizationScheme(get_format(variant.mixed))
-        for index, block in enumerate(network.model.layers):
-            for path, module in list(block.named_modules()):
-                if isinstance(module, nn.Linear):
-                    more = index % 2 == 0 and path.endswith(("v_proj", "down_proj"))
-                    scheme = mixed if more else base
-                    quantized = scheme.weight.quantize(module.weight.data.float())
-                    layer = QuantizedLinear.from_quantized(quantized, scheme, bias=None, dtype=torch.bfloat16)
-                    parent, _, child = path.rpartition(".")
-                    setattr(block.get_submodule(parent), child, layer)
+    for index, block in enumerate(network.model.layers):
+        quantize_block(block, variant, index)
     return network
+
+
+def quantize_block(block: nn.Module, variant: Variant, index: int = 1) -> None:
+    """Quantize all linear layers of the block at an index to the formats of a variant."""
+    if variant.weight is None:
+        return
+    inputs = None if variant.inputs is None else get_format(variant.inputs)
+    base = QuantizationScheme(get_format(variant.weight), inputs)
+    mixed = base if variant.mixed is None else QuantizationScheme(get_format(variant.mixed))
+    for path, module in list(block.named_modules()):
+        if isinstance(module, nn.Linear):
+            scheme = mixed if index % 2 == 0 and path.endswith(("v_proj", "down_proj")) else base
+            quantized = scheme.weight.quantize(module.weight.data.float())
+            layer = QuantizedLinear.from_quantized(quantized, scheme, bias=None, dtype=torch.bfloat16)
+            parent, _, child = path.rpartition(".")
+            setattr(block.get_submodule(parent), child, layer)
 
 
 def weight_bytes(network: Any) -> int:
@@ -122,11 +130,18 @@ def weight_bytes(network: Any) -> int:
 
 def measure(name: str, variant: Variant, options: argparse.Namespace, bandwidth: float) -> list[dict[str, Any]]:
     network, (prompt, answer) = build(variant), options.tokens
-    stored = weight_bytes(network)
+    stored, head = weight_bytes(network), None if name == "bf16" else options.lm_head_dtype
+    if head is not None:
+        weight = network.get_output_embeddings().weight
+        stored += (
+            round(weight.numel() * get_format(f"{head}/row").bits_per_value(*weight.shape[::-1]) / 8) - weight.nbytes
+        )
+        name = f"{name}, {head} LM head"
     start = time.perf_counter()
     engine = Engine(
         Model(network), max_model_len=max(CONTEXT, prompt + answer), max_num_seqs=256, max_num_batched_tokens=8192,
         kv_cache_bytes=options.kv_cache_gb * 10**9, kv_cache_dtype=variant.kv_dtype, enable_prefix_caching=False,
+        lm_head_dtype=head,
     )  # fmt: skip
     assert engine.runner.backend.startswith("fused-gpu") and "CUDA graphs" in engine.runner.backend
     torch.cuda.synchronize()
