@@ -123,9 +123,11 @@ def quantize_block(block: nn.Module, variant: Variant, index: int = 1) -> None:
 
 
 def weight_bytes(network: Any) -> int:
-    """Return the bytes that a decode step reads: all weights but the table of embeddings."""
+    """Return the bytes that a decode step reads: all weights but the table of embeddings, unless it is the LM head."""
     stored = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
-    return stored - network.get_input_embeddings().weight.nbytes
+    embeddings = network.get_input_embeddings().weight
+    tied = network.get_output_embeddings().weight is embeddings
+    return stored - (0 if tied else embeddings.nbytes)
 
 
 def measure(name: str, variant: Variant, options: argparse.Namespace, bandwidth: float) -> list[dict[str, Any]]:

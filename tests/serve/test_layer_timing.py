@@ -65,7 +65,7 @@ def test_random_layers_leave_the_random_state_alone(quantized: bool) -> None:
     scheme = QuantizationScheme(get_format("int8"), get_format("int8"), static=False)
     before = torch.get_rng_state()
     layers = random_layers(
-        LinearGroupSpec(32, (16, 8), True, scheme), torch.float32, torch.device("cpu"), quantized=quantized
+        LinearGroupSpec(32, (16, 8), True, scheme if quantized else None), torch.float32, torch.device("cpu")
     )
     assert torch.equal(torch.get_rng_state(), before)
     assert [layer(torch.ones(2, 32)).shape for layer in layers] == [(2, 16), (2, 8)]

@@ -57,6 +57,15 @@ class SpeedGuard:
 
 
 @dataclass(frozen=True)
+class WidthTimer:
+    """What pruning asks for its alignment, if the recipe says `alignment: measured`."""
+
+    seconds: Callable[[Sequence[LinearGroupSpec]], list[float]]  # of each group, timed in turns
+    device: str  # its name
+    workload: str
+
+
+@dataclass(frozen=True)
 class MethodContext:
     """What a method gets besides the model: calibration batches, seed, progress and checkpoint."""
 
@@ -69,6 +78,7 @@ class MethodContext:
     device: torch.device | None = None  # blocks are moved here one at a time; None: compute where the network is
     choices: Choices = field(default_factory=Choices)
     speed_guard: SpeedGuard | None = None
+    width_timer: WidthTimer | None = None
 
     @property
     def mean_tokens(self) -> float:
@@ -173,6 +183,15 @@ class Method(ABC):
     @classmethod
     def config_schema(cls) -> dict[str, Any]:
         return METHODS.json_schema()
+
+    @property
+    def times_layers(self) -> bool:
+        """Whether the step times layers in the engine that serves language models."""
+        return False
+
+    def with_choices(self, choices: Mapping[str, Any]) -> Self:
+        """Return the step with the settings filled in that its searches decided."""
+        return self
 
     def for_device(self, device: str) -> Self:
         """Return the step with the defaults that depend on the device filled in."""

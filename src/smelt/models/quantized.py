@@ -83,7 +83,7 @@ class LinearGroupSpec:
     in_features: int
     out_features: tuple[int, ...]  # of each layer
     bias: bool
-    scheme: QuantizationScheme
+    scheme: QuantizationScheme | None  # None: unquantized
     token_share: float = 1.0  # of the tokens of a step; below 1 for the experts of a mixture
     fused_input: bool = True  # a norm or gate produces the input, and may quantize it at no cost
 

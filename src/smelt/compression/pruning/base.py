@@ -28,6 +28,9 @@ from smelt.compression.base import (
     within,
 )
 from smelt.compression.budget import Budget
+from smelt.compression.pruning.alignment import CHOICE as ALIGNMENT_CHOICE
+from smelt.compression.pruning.alignment import MEASURED, measured_alignment
+from smelt.compression.pruning.alignment import unit_multiple as aligned_units
 from smelt.compression.pruning.repair import ACTIVATION_COPIES, RepairSettings, cut, cut_and_repair
 from smelt.config import renamed
 from smelt.errors import BudgetError, ModelError, RecipeError
@@ -39,7 +42,6 @@ from smelt.models.quantized import quantized_layers
 # Columns of which the widths of layers are a multiple, by device: tiles of its matrix kernels and groups of quantized
 # weights. Odd widths cost more speed than the removed units gain.
 ALIGNMENT = {"cuda": 128, "cpu": 32}
-ALIGNED_FROM = 8  # times the alignment: narrower parts would lose too much choice
 BISECTIONS = 30  # of the budget, where unit costs are not exact
 SOLVER_MATRICES = 5  # float64 matrices of a part's width that exist at once in a solve
 
@@ -58,7 +60,7 @@ class StructuredPruning(Method):
     budget: Budget = field(metadata={"example": "budget: {parameters: 0.8}"})
     seq_len: int | None = renamed("tokens", default=None)  # for MACs and latency; null: the mean of the data
     max_sparsity: float | None = renamed("cap", default=None)  # per layer; null: 1 in encoders, 0.5 in decoders
-    alignment: int | None = None  # keep widths in multiples of this where parts are much wider; null: by the device
+    alignment: int | str | None = None  # widths are multiples of this, if much wider; null: by device; or `measured`
     ffn_multiple: int | None = renamed("multiple", default=None)  # keep FFN channels in multiples of this; null: align
     head_multiple: int | None = None  # keep heads (or KV groups) in multiples of this; null: align
     repair: str = renamed("finish", default="none")  # none, tune (one scale per unit) or full (refit the projection)
@@ -72,8 +74,10 @@ class StructuredPruning(Method):
     def __post_init__(self) -> None:
         one_of(self.name, "repair", self.repair, self.repairs)
         one_of(self.name, "solver", self.solver, ("lsmr", "ridge"))
+        if isinstance(self.alignment, str):
+            one_of(self.name, "alignment", self.alignment, (MEASURED,))
         for name, largest in (("alignment", 1024), ("ffn_multiple", 4096), ("head_multiple", 1024)):
-            if getattr(self, name) is not None:
+            if isinstance(getattr(self, name), int):
                 within(self.name, name, getattr(self, name), 1, largest)
         within(self.name, "damping", self.damping, 1e-8, 1e3)
         if self.max_sparsity is not None:
@@ -98,6 +102,11 @@ class StructuredPruning(Method):
     def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:
         if self.alignment is None:
             return self.for_device(model.device.type).apply(model, context)
+        if self.times_layers:
+            self.check(model.anatomy)
+            measured = measured_alignment(self._prunable_parts(model.anatomy), self.budget.keep, context).to_json()
+            facts = self.with_choices({ALIGNMENT_CHOICE: measured}).apply(model, context)
+            return {**facts, "measured_alignment": measured}
         anatomy = model.anatomy
         self.check(anatomy)
         before = block_parameters(anatomy)
@@ -115,6 +124,20 @@ class StructuredPruning(Method):
             raise BudgetError(f"{self.name} removed nothing under the budget {self.budget.to_json()}.")
         return {"parameters_removed": removed, "block_parameters_before": before, **facts}
 
+    @property
+    def times_layers(self) -> bool:
+        return self.alignment == MEASURED
+
+    def with_choices(self, choices: Mapping[str, Any]) -> Self:
+        measured = self.times_layers and ALIGNMENT_CHOICE in choices
+        return replace(self, alignment=choices[ALIGNMENT_CHOICE]["multiple"]) if measured else self
+
+    def _prunable_parts(self, anatomy: Anatomy) -> list[Part]:
+        """Return the parts that lose units and whose multiple is not given."""
+        given = {"heads": self.head_multiple, "ffn_channels": self.ffn_multiple}
+        parts = [part for part in anatomy.parts if given.get(part.kind, 1) is None]
+        return [part for part in parts if self.min_units(anatomy, part) < part.units]
+
     def for_device(self, device: str) -> Self:
         default = ALIGNMENT.get(device.partition(":")[0], ALIGNMENT["cpu"])
         return self if self.alignment is not None else replace(self, alignment=default)
@@ -128,7 +151,11 @@ class StructuredPruning(Method):
         """Cut to the exact widths where no score decides them, otherwise to possible ones; check the budget."""
         if self.budget.keep == 1 or any(part.kind == "channels" for part in anatomy.parts):
             return undecided
-        if not undecided and (self.budget.measure in ("parameters", "bytes") or self._has_fixed_macs):
+        if (
+            not undecided
+            and not self.times_layers
+            and (self.budget.measure in ("parameters", "bytes") or self._has_fixed_macs)
+        ):
             no_scores = [np.zeros(part.units) for part in anatomy.parts]
             choice = self.select_units(anatomy, no_scores, MethodContext(), self.budget)
             if self.search_rule == "uniform":  # the numbers of units depend on the budget alone
@@ -160,9 +187,7 @@ class StructuredPruning(Method):
         given = self.head_multiple if part.kind == "heads" else self.ffn_multiple
         if given is not None:
             return given
-        alignment = self.alignment or 1
-        multiple = alignment // math.gcd(alignment, part.columns_per_unit)
-        return multiple if part.units >= ALIGNED_FROM * multiple and part.kind != "channels" else 1
+        return aligned_units(part, self.alignment if isinstance(self.alignment, int) else 1)
 
     @property
     def uses_data(self) -> bool:

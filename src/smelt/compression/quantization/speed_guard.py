@@ -169,13 +169,15 @@ def time_formats(spec: LinearGroupSpec, guard: SpeedGuard) -> dict[str, float]:
 
     A format whose groups do not divide the inputs is not tried. Only the last one can be fast enough.
     """
-    formats = [spec.scheme.weight, *map(get_format, guard.formats)]
+    scheme = spec.scheme
+    assert scheme is not None
+    formats = [scheme.weight, *map(get_format, guard.formats)]
     ratios: dict[str, float] = {}
     for position, number_format in enumerate(formats):
         name, size = format_name(number_format), number_format.group_size
         if name in ratios or (position and size > 0 and spec.in_features % size):
             continue
-        ratios[name] = guard.time_ratio(replace(spec, scheme=replace(spec.scheme, weight=number_format)))
+        ratios[name] = guard.time_ratio(replace(spec, scheme=replace(scheme, weight=number_format)))
         if not _is_slower(ratios[name]):
             break
     return ratios

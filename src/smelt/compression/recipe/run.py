@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smelt.compression.base import Method, MethodContext, SpeedGuard
+from smelt.compression.base import Method, MethodContext, SpeedGuard, WidthTimer
 from smelt.compression.passport.issue import PassportBuilder
 from smelt.compression.passport.origin import describe_data
 from smelt.compression.recipe.batch import resolve_batch_size
@@ -152,10 +152,14 @@ class _Run:
             "smelt": __version__,
             "torch": torch.__version__,
         }
-        if self.recipe.guard is not None:  # what it decides depends on the workload
+        if self.recipe.guard is not None or self.times_layers:  # what is decided depends on the workload
             identity["workload"] = self.workload.fingerprint
         plain: dict[str, Any] = json.loads(json.dumps(identity))
         return plain
+
+    @property
+    def times_layers(self) -> bool:
+        return any(step.times_layers for step in self.recipe.steps)
 
     def check(self) -> None:
         """Check recipe, model configuration, data and resources before any weight is loaded."""
@@ -166,6 +170,11 @@ class _Run:
         if self.recipe.guard is not None and model.task != "language":
             raise RecipeError(
                 f"`guard: speed` times layers for text generation, and {self.source} is no language model; remove it."
+            )
+        if self.times_layers and model.task != "language":
+            raise RecipeError(
+                f"`alignment: measured` times layers for text generation, and {self.source} is no language model; give "
+                "a number."
             )
         check_gate(self.recipe, check_data(self.recipe, model))
 
@@ -244,6 +253,7 @@ class _Run:
             device=torch.device(self.device) if self.weights_device != self.device else None,
             choices=self.passport.recorded_choices(name),
             speed_guard=self._speed_guard(model),
+            width_timer=self._width_timer(step, model),
         )
         torch.manual_seed(self.recipe.seed)
         untouched = _states(model)
@@ -254,8 +264,16 @@ class _Run:
         self._check_finite(model, {name for name, *_ in changed}, step.name, name)
         guarded = facts.pop("speed_guard", None)
         decided = {"speed_guard": {key: guarded[key] for key in ("device", "workload", "layers")}} if guarded else {}
+        if measured := facts.pop("measured_alignment", None):
+            decided["measured_alignment"] = measured
+            self.say(f"alignment: widths in multiples of {measured['multiple']}, measured on {measured['device']}")
         model.history.append(
-            {**step.to_json(), "seed": self.recipe.seed, "calibration": fingerprint(batches), **decided}
+            {
+                **step.with_choices(context.choices.made).to_json(),
+                "seed": self.recipe.seed,
+                "calibration": fingerprint(batches),
+                **decided,
+            }
         )
         record = {
             "name": step.name,
@@ -270,6 +288,7 @@ class _Run:
             "facts": facts,
             "choices": context.choices.made,
             **({"speed_guard": guarded} if guarded else {}),
+            **({"measured_alignment": measured} if measured else {}),
         }
         if guarded:
             self.say(guarded["sentence"])
@@ -286,6 +305,12 @@ class _Run:
             return None
         timer = LayerTimer(model, self.workload, self.device)
         return SpeedGuard(timer.time_ratio, timer.device_name, self.workload.name, self.recipe.guard.formats)
+
+    def _width_timer(self, step: Method, model: Model) -> WidthTimer | None:
+        if not step.times_layers:
+            return None
+        timer = LayerTimer(model, self.workload, self.device)
+        return WidthTimer(timer.mean_seconds, timer.device_name, self.workload.name)
 
     def _check_finite(self, model: Model, changed: set[str], method: str, step: str) -> None:
         """Raise if a step left NaN or infinity in a tensor that it changed."""

@@ -1,4 +1,4 @@
-"""Time quantized linear layers against unquantized ones, each as the engine runs it, for a workload.
+"""Time linear layers as the engine runs them for a workload: quantized against unquantized ones, or several widths.
 
 Layers that share an input are merged where the engine merges them. They run compiled on CPU, in a CUDA graph on a GPU,
 and as modules where the network is not compiled. Their weights are random, because speed depends on shapes and formats
@@ -11,6 +11,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from smelt.measure.clock import stopwatch
 from smelt.measure.machine import cpu_model
 from smelt.models.model import Model
-from smelt.models.quantized import LinearGroupSpec, QuantizedLinear, dequantize_without_kernel
+from smelt.models.quantized import LinearGroupSpec, QuantizationScheme, QuantizedLinear, dequantize_without_kernel
 from smelt.runtime import cpu, decoder
 from smelt.serve.engine.config import EngineConfig
 from smelt.serve.engine.throughput import RequestWorkload, estimate_batch_sizes
@@ -52,22 +53,27 @@ class LayerTimer:
     def time_ratio(self, spec: LinearGroupSpec) -> float:
         """Return the time of quantized layers relative to unquantized ones, over all steps of the workload."""
         if spec not in self._ratios:
-            quantized, dense = self._seconds(spec)
+            quantized, dense = self._seconds([spec, replace(spec, scheme=None)])
             self._ratios[spec] = quantized / dense
         return self._ratios[spec]
 
-    def _seconds(self, spec: LinearGroupSpec) -> tuple[float, float]:
-        candidates = [random_layers(spec, self._dtype, self.device, quantized=quantized) for quantized in (True, False)]
-        made = [self._prepare(layers, spec.fused_input) for layers in candidates]
-        totals = [0.0, 0.0]
+    @torch.no_grad()
+    def mean_seconds(self, specs: Sequence[LinearGroupSpec]) -> list[float]:
+        """Return the time of each group of layers, a mean over all steps of the workload; they are timed in turns."""
+        return [total / sum(self.steps.values()) for total in self._seconds(specs)]
+
+    def _seconds(self, specs: Sequence[LinearGroupSpec]) -> list[float]:
+        """Return the time of each group of layers over all steps of the workload."""
+        made = [self._prepare(random_layers(spec, self._dtype, self.device), spec.fused_input) for spec in specs]
+        totals = [0.0] * len(specs)
         for tokens, count in self.steps.items():
-            share = max(1, round(tokens * spec.token_share))
-            sizes = [min(copies, _max_copies(spec, share)) for copies, _ in made]
-            calls = [make_call(share, size) for (_, make_call), size in zip(made, sizes, strict=True)]
-            seconds = time_alternately(calls, self.device)
-            for index, size in enumerate(sizes):
-                totals[index] += count * seconds[index] / size
-        return totals[0], totals[1]
+            shares = [max(1, round(tokens * spec.token_share)) for spec in specs]
+            limits = [_max_copies(spec, share) for spec, share in zip(specs, shares, strict=True)]
+            sizes = [min(copies, limit) for (copies, _), limit in zip(made, limits, strict=True)]
+            calls = [make(share, size) for (_, make), share, size in zip(made, shares, sizes, strict=True)]
+            for index, seconds in enumerate(time_alternately(calls, self.device)):
+                totals[index] += count * seconds / sizes[index]
+        return totals
 
     def _prepare(self, layers: Layers, fused_input: bool) -> tuple[int, MakeCall]:
         """Return the number of copies of the layers, and what makes a call that runs some of them."""
@@ -95,22 +101,22 @@ def count_steps(workload: RequestWorkload, batch_sizes: Sequence[int]) -> Mappin
     return steps
 
 
-def random_layers(spec: LinearGroupSpec, dtype: torch.dtype, device: torch.device, *, quantized: bool) -> Layers:
+def random_layers(spec: LinearGroupSpec, dtype: torch.dtype, device: torch.device) -> Layers:
     """Return layers of a group with random weights, without using the global random numbers."""
     generator = torch.Generator(device).manual_seed(0)
     layers: list[nn.Module] = []
     for rows in spec.out_features:
         weight = torch.randn(rows, spec.in_features, generator=generator, device=device) / math.sqrt(spec.in_features)
         bias = torch.zeros(rows, dtype=dtype, device=device) if spec.bias else None
-        layers.append(_quantize(weight, bias, spec, dtype) if quantized else _linear(weight, bias, dtype))
+        scheme = spec.scheme
+        layers.append(_linear(weight, bias, dtype) if scheme is None else _quantize(weight, bias, scheme, dtype))
     return layers
 
 
-def _quantize(weight: Tensor, bias: Tensor | None, spec: LinearGroupSpec, dtype: torch.dtype) -> QuantizedLinear:
-    matrix = spec.scheme.weight.quantize(weight)
-    layer = QuantizedLinear.from_quantized(matrix, spec.scheme, bias=bias, dtype=dtype)
-    if spec.scheme.static:
-        layer.set_static_input_scale(torch.full((spec.in_features,), 4.0, device=weight.device))
+def _quantize(weight: Tensor, bias: Tensor | None, scheme: QuantizationScheme, dtype: torch.dtype) -> QuantizedLinear:
+    layer = QuantizedLinear.from_quantized(scheme.weight.quantize(weight), scheme, bias=bias, dtype=dtype)
+    if scheme.static:
+        layer.set_static_input_scale(torch.full((weight.shape[1],), 4.0, device=weight.device))
     return layer
 
 
