@@ -19,6 +19,7 @@ from smelt.models.gguf import gguf_config, gguf_packed, read_gguf
 from smelt.models.quantized import QuantizationScheme, QuantizedLinear
 from smelt.numerics import QuantizedTensor, get_format
 from smelt.numerics.packing import unpack
+from tests.kernels.ptxas import problems
 
 BF16, FP16, INT8, E4M3 = torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn
 HALF_FORMATS = [
@@ -277,6 +278,69 @@ def test_all_kernels_compile(tmp_path: object, monkeypatch: pytest.MonkeyPatch) 
             assert nvrtc.compile_to_cubin(source, "kernel", "sm_90a")
     with pytest.raises(nvrtc.CudaError, match="cannot be compiled"):
         nvrtc.compile_to_cubin("this is not CUDA", "kernel", "sm_90a")
+
+
+REPORTED_FORMATS = [
+    *((name, BF16) for name in ("int4/128@float16", "int3/128@float16", "int2/128@float16", "int8/128@float16")),
+    *((name, BF16) for name in ("int4-asym/128", "mxfp4", "nvfp4", "nf4")),
+    ("fp8-e4m3", E4M3), ("int8/row", INT8), ("int4/row", INT8), ("int4/128@float16", INT8),
+]  # fmt: skip
+
+
+# Bytes that these kernels load back, with CUDA 13.0. With half as many weight tiles in a block, those for batches would
+# not spill; which is faster has not been measured.
+KNOWN_SPILLS = {
+    ("int8/128@float16", BF16, "batch 128"): 36,
+    ("mxfp4", BF16, "gemv"): 8,
+    ("int4/128@float16", INT8, "batch 64"): 32,
+    ("int4/128@float16", INT8, "batch 128"): 652,
+    ("int4/128@float16", INT8, "batch 512"): 652,
+}
+
+
+def engine_sources(layout: Layout) -> dict[str, str]:
+    """Return the kernels that the engine uses for a layer of a Llama 8B on an H200, at all kinds of batch sizes."""
+    weights = hopper_layout.ShuffledMatrix(layout, torch.empty(448, 32, 0), None, 1.0, 28672, 4096)
+    sources = {"dequantize": hopper.dequantize_source(layout)}
+    for batch in (8, 64, 128, 512):
+        config = hopper.choose_config(batch, weights, 132)
+        sources[f"batch {batch}"] = hopper.kernel_source(layout, config, BF16)
+    if hopper.supports_gemv(layout):
+        config = hopper.choose_gemv_config(weights, 132)
+        sources["gemv"] = hopper.gemv_source(layout, config, norm=True)
+    return sources
+
+
+@pytest.mark.parametrize(("name", "operands"), REPORTED_FORMATS)
+def test_no_kernel_spills_registers_or_serializes_products(name: str, operands: torch.dtype) -> None:
+    if not nvrtc.is_available():
+        pytest.skip("NVRTC is not installed")
+    layout = hopper_layout.layout_of(describe(packed_matrix(name, 64, 256)[0]), operands)
+    assert layout is not None
+    for kernel, source in engine_sources(layout).items():
+        report = nvrtc.compiler_report(source, "kernel", "sm_90a")
+        lines = problems(report, KNOWN_SPILLS.get((name, operands, kernel), 0))
+        assert not lines, f"{kernel}: {lines}"
+
+
+def test_spills_are_reported() -> None:
+    """A kernel with too few registers for what it keeps is not fine."""
+    if not nvrtc.is_available():
+        pytest.skip("NVRTC is not installed")
+    source = """extern "C" __global__ __launch_bounds__(1024, 2) void kernel(float* x) {
+        float values[64];
+        for (int i = 0; i < 64; ++i) values[i] = x[1024 * i + threadIdx.x];
+        __syncthreads();
+        for (int i = 0; i < 64; ++i) x[1024 * i + threadIdx.x] = values[i] * values[63 - i];
+    }"""
+    assert problems(nvrtc.compiler_report(source, "kernel", "sm_90a"))
+    fine = "ptxas info    : Used 168 registers\n"
+    for warning in (
+        "Potential Performance Loss: wgmma.mma_async instructions are serialized due to",
+        "(C7514) Potential",
+    ):
+        assert problems(fine + warning) == [warning]
+    assert not problems(fine + "0 bytes spill stores")
 
 
 def relative_error(y: torch.Tensor, expected: torch.Tensor) -> float:

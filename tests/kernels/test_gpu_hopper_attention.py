@@ -26,6 +26,7 @@ from smelt.kernels.rope import apply_rope
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.sampling_params import SamplingParams
+from tests.kernels.ptxas import problems
 
 BF16, FP16, NAN = torch.bfloat16, torch.float16, float("nan")
 on_hopper = pytest.mark.skipif(
@@ -69,6 +70,20 @@ def test_all_kernels_compile(tmp_path: object, monkeypatch: pytest.MonkeyPatch) 
     for tiles_few, head_dim, norm in itertools.product((FewTiles(4, 8), FewTiles(1, 1)), (64, 128), (True, False)):
         source = hopper_attention.decode_few_source(tiles_few, FP16, head_dim, 4, 16, norm)
         assert nvrtc.compile_to_cubin(source, "hopper_decode_few", "sm_90a")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_no_kernel_spills_registers_or_serializes_products(head_dim: int) -> None:
+    if not nvrtc.is_available():
+        pytest.skip("NVRTC is not installed")
+    sources = {
+        f"prefill, {tiles}": hopper_attention.prefill_source(BF16, head_dim, 4, 16, tiles) for tiles in (LONG, SHORT)
+    }
+    for name in KV_QUANT_DTYPES:
+        kv_quant = KVQuantFormat.for_head_dim(name, head_dim)
+        sources[f"decode, {name}"] = hopper_attention.decode_source(kv_quant, BF16, 4, 8, 16)
+    for kernel, source in sources.items():
+        assert not problems(nvrtc.compiler_report(source, "kernel", "sm_90a")), kernel
 
 
 def random_batch(

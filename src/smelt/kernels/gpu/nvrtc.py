@@ -38,22 +38,39 @@ def compile_to_cubin(source: str, name: str, architecture: str) -> bytes:
     cached = cache_folder() / "cuda" / f"{fingerprint}.cubin"
     if cached.is_file():
         return cached.read_bytes()
+    cubin, _ = _compile(nvrtc, source, name, architecture)
+    _write_atomically(cached, cubin)
+    return cubin
+
+
+def compiler_report(source: str, name: str, architecture: str) -> str:
+    """Compile without the cache; return what ptxas says about registers and spills, with all warnings."""
+    return _compile(_nvrtc(), source, name, architecture, "--ptxas-options=-v")[1]
+
+
+def _compile(nvrtc: Any, source: str, name: str, architecture: str, *more: str) -> tuple[bytes, str]:
+    """Return machine code and the compiler's log."""
     program = ctypes.c_void_p()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), f"{name}.cu".encode(), 0, None, None)
-    options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17", b"-default-device"]
-    result = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    options = [
+        text.encode() for text in (f"--gpu-architecture={architecture}", "--std=c++17", "-default-device", *more)
+    ]
+    try:
+        result = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+        log = _fetch(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).rstrip(b"\0").decode()
+        if result != 0:
+            raise CudaError(f"The kernel {name} cannot be compiled for {architecture}: {log}")
+        return _fetch(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), log
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _fetch(get_size: Any, get: Any, program: ctypes.c_void_p) -> bytes:
     size = ctypes.c_size_t()
-    if result != 0:
-        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-        log = ctypes.create_string_buffer(size.value)
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise CudaError(f"The kernel {name} cannot be compiled for {architecture}: {log.value.decode()}")
-    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
-    cubin = ctypes.create_string_buffer(size.value)
-    nvrtc.nvrtcGetCUBIN(program, cubin)
-    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    _write_atomically(cached, cubin.raw)
-    return cubin.raw
+    get_size(program, ctypes.byref(size))
+    content = ctypes.create_string_buffer(size.value)
+    get(program, content)
+    return content.raw
 
 
 def compile_all(sources: Iterable[str], name: str, architecture: str) -> Iterator[bytes]:
