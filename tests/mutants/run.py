@@ -4,9 +4,9 @@
                                 [--json FILE [--resume]]
 
 A mutation is killed if a test fails or uses far more CPU time than before. One that survives is a gap in the tests,
-unless its entry says why no test can notice it. One that keeps test files from being imported proves nothing and is an
-error in the list. Every child is forked from a process that has imported torch and transformers but not Smelt, which
-saves most of the time that a new interpreter would take.
+unless its entry says why no test can notice it. One that keeps test files from being imported, or a kernel from being
+compiled so that all tests are skipped, proves nothing and is an error in the list. Every child is forked from a process
+that has imported torch and transformers but not Smelt, which saves most of the time that a new interpreter would take.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import hypothesis
 import pytest
 import yaml
 
@@ -37,6 +36,8 @@ MAX_SURVIVORS = 0.05
 _CPU_FACTOR, _CPU_SECONDS = 5, 30  # a child may use so many times the CPU time of the unchanged code, and at least this
 _TIMEOUT = "more CPU time than allowed"
 
+# A machine for GPU tests may lack the plugin, whose option stands in `addopts`.
+_TIMEOUT_PLUGIN = ("-p", "pytest_timeout") if importlib.util.find_spec("pytest_timeout") else ("-o", "addopts=")
 _LIBRARIES = ["scipy.optimize", "scipy.stats", "safetensors.torch", "torch", "torch._dynamo", "openai"]
 _LIBRARIES += ["transformers.generation", "transformers.modeling_utils", "transformers.models.llama.modeling_llama"]
 
@@ -109,7 +110,7 @@ def main() -> int:
 
 
 def _read_killed(path: Path) -> list[Outcome]:
-    rows = json.loads(path.read_text())
+    rows = json.loads(path.read_text()) if path.exists() else []
     return [Outcome(Mutation(**row["mutation"]), row["result"], row["by"]) for row in rows if row["result"] == "killed"]
 
 
@@ -162,7 +163,7 @@ def _result(status: int, tree: Path) -> tuple[Result, str]:
     if os.WIFSIGNALED(status):
         return "killed", _TIMEOUT if os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL) else "crash"
     failures = (tree / "failures").read_text().splitlines()
-    if os.WEXITSTATUS(status) == pytest.ExitCode.OK:
+    if os.WEXITSTATUS(status) == pytest.ExitCode.OK and (tree / "passes").exists():
         return "survived", ""
     if os.WEXITSTATUS(status) == pytest.ExitCode.TESTS_FAILED and failures:
         return "killed", failures[0]
@@ -190,23 +191,34 @@ def _import_libraries() -> None:
     for name in _LIBRARIES:
         if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
-    hypothesis.settings.register_profile("mutants", derandomize=True, database=None, phases=[hypothesis.Phase.generate])
-    hypothesis.settings.load_profile("mutants")  # the same examples in every run, and no search for smaller ones
+    if importlib.util.find_spec("hypothesis"):
+        _load_hypothesis_profile()
     sys.modules["torch"].set_num_threads(1)
     assert "smelt" not in sys.modules
 
 
-class _Failures:
-    """A pytest plugin that writes the names of failed tests to a file; those that cannot be collected are no tests."""
+def _load_hypothesis_profile() -> None:
+    """Use the same examples in every run, and do not search for smaller ones."""
+    hypothesis = importlib.import_module("hypothesis")
+    hypothesis.settings.register_profile("mutants", derandomize=True, database=None, phases=[hypothesis.Phase.generate])
+    hypothesis.settings.load_profile("mutants")
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        file.write_text("")
+
+class _Results:
+    """A pytest plugin that writes which tests failed, and whether any passed, to files in a folder; tests that cannot
+    be collected are none."""
+
+    def __init__(self, folder: Path) -> None:
+        self.failures, self.passes = folder / "failures", folder / "passes"
+        self.failures.write_text("")
+        self.passes.unlink(missing_ok=True)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
-            with self.file.open("a") as file:
+            with self.failures.open("a") as file:
                 file.write(report.nodeid + "\n")
+        elif report.passed and report.when == "call":
+            self.passes.touch()
 
 
 def _fork(tree: Path, tests: str, cpu_seconds: float) -> int:
@@ -225,18 +237,8 @@ def _fork(tree: Path, tests: str, cpu_seconds: float) -> int:
         sys.dont_write_bytecode = True
         os.environ.update(PYTHONDONTWRITEBYTECODE="1", PYTHONPATH=str(tree))
         sys.path.insert(0, str(tree))
-        arguments = [
-            "-x",
-            "-q",
-            "-m",
-            "not slow",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "pytest_timeout",
-            *shlex.split(tests),
-        ]
-        os._exit(int(pytest.main(arguments, plugins=[_Failures(tree / "failures")])))
+        arguments = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *_TIMEOUT_PLUGIN, *shlex.split(tests)]
+        os._exit(int(pytest.main(arguments, plugins=[_Results(tree)])))
     finally:
         os._exit(70)
 

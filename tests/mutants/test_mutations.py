@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.mutants.propose import SOURCE, propose
-from tests.mutants.run import LIST, MAX_SURVIVORS, ROOT, Mutation, Outcome, read_mutations, summarize
+from tests.mutants.run import (
+    LIST,
+    MAX_SURVIVORS,
+    ROOT,
+    Mutation,
+    Outcome,
+    _result,
+    _Results,
+    read_mutations,
+    summarize,
+)
 
 MUTATIONS, KERNEL_MUTATIONS = read_mutations(), read_mutations(LIST.with_name("kernels.yaml"))
 
@@ -35,6 +46,22 @@ def test_a_line_that_is_gone_or_repeated_is_named() -> None:
     for source in ("a = 3\n", "a = 1\na = 1\n"):
         with pytest.raises(ValueError, match=r"x\.py: [02] lines are 'a = 1'; update the list"):
             mutation.apply(source)
+
+
+def test_a_mutation_survives_only_if_tests_passed(tmp_path: Path) -> None:
+    """If a kernel does not compile, all its tests are skipped, and nothing was tested."""
+    results = _Results(tmp_path)
+    skipped, failed, passed = (
+        SimpleNamespace(failed=name == "failed", passed=name == "passed", when="call", nodeid="test_it")
+        for name in ("skipped", "failed", "passed")
+    )
+    results.pytest_runtest_logreport(skipped)
+    assert _result(0, tmp_path) == ("not importable", "")
+    results.pytest_runtest_logreport(passed)
+    assert _result(0, tmp_path) == ("survived", "")
+    results.pytest_runtest_logreport(failed)
+    assert _result(int(pytest.ExitCode.TESTS_FAILED) << 8, tmp_path) == ("killed", "test_it")
+    assert _result(0, _Results(tmp_path).failures.parent) == ("not importable", "")  # of the next run
 
 
 def test_proposals_are_the_same_in_every_run_and_leave_settings_alone(
