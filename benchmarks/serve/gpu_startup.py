@@ -99,8 +99,8 @@ def make_model(folder: Path, shape: str, name: str, device: str) -> None:
     from smelt.models.model import Model
 
     network = random_network(shape, device)
-    for block in network.model.layers:
-        quantize_block(block, VARIANTS[name])
+    for index, block in enumerate(network.model.layers):
+        quantize_block(block, VARIANTS[name], index)
     with atomic_folder(folder) as temporary:
         save_artifact(Model(network.to("cpu")), temporary)
 
