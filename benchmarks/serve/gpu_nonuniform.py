@@ -129,7 +129,7 @@ def measure(name: str, network: Any, options: argparse.Namespace, bandwidth: flo
         row, _ = measure_batch(engine, [(prompt, answer)] * count, math.inf, SEED + 1, stored / bandwidth)
         if options.device == "cuda":
             assert len(replays) >= answer - 1 and len(set(replays)) == 1, Counter(replays)
-            engine.runner.__dict__.pop("_replay"), engine.runner.__dict__.pop("_forward_decode")
+            engine.runner.__dict__.pop("_captured_graph"), engine.runner.__dict__.pop("_forward_decode")
         rows.append({**facts, **asdict(row), "graph_replays": len(replays)})
         print(rows[-1], flush=True)
     return rows
@@ -138,16 +138,16 @@ def measure(name: str, network: Any, options: argparse.Namespace, bandwidth: flo
 def _forbid_eager_decode(engine: Engine) -> list[int]:
     """Make a decode step outside of a captured graph an error; return a list that gets the size of each replay."""
     runner: Any = engine.runner
-    replay, replays = runner._replay, list[int]()
+    captured_graph, replays = runner._captured_graph, list[int]()
 
-    def counted(inputs: torch.Tensor) -> Any:
-        replays.append(inputs.shape[1])
-        return replay(inputs)
+    def counted(size: int, *options: Any) -> Any:
+        replays.append(size)
+        return captured_graph(size, *options)
 
-    def eager(inputs: torch.Tensor) -> Any:
+    def eager(*_: Any, **__: Any) -> Any:
         raise AssertionError("a decode step ran outside of a captured graph")
 
-    runner._replay, runner._forward_decode = counted, eager
+    runner._captured_graph, runner._forward_decode = counted, eager
     return replays
 
 

@@ -10,6 +10,10 @@ from torch import Tensor
 
 from smelt.kernels.kv_quant import KVQuantFormat
 
+# Tokens up to which a single request decodes fastest with one cluster of blocks per head, on Hopper GPUs. Beyond, its
+# keys need more blocks than a cluster has.
+SHORT_CONTEXT = 2048
+
 
 @dataclass(frozen=True)
 class AttentionMetadata:

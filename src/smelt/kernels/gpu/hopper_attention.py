@@ -15,7 +15,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from smelt.kernels.attention_metadata import AttentionMetadata
+from smelt.kernels.attention_metadata import SHORT_CONTEXT, AttentionMetadata
 from smelt.kernels.gpu.arch import num_sms
 from smelt.kernels.gpu.nvrtc import CudaKernel, TensorMap, compile_to_cubin, encode_tensor_map, is_available
 from smelt.kernels.gpu.paged import LOG2_E, NO_WINDOW, DecodeMetadata
@@ -27,7 +27,7 @@ DECODE_TOKENS, MAX_HEADS, MAX_GROUP = 16, 8, 8  # decode: keys per tile, KV head
 # With fewer requests Triton's kernel is faster, which needs no other kernel for RoPE; with long contexts not as soon.
 MIN_DECODE_REQUESTS, MIN_LONG_DECODE_REQUESTS, LONG_CONTEXT = 32, 16, 8192
 MIN_SPLIT, MAX_SPLITS = 64, 64  # keys of a split; splits of a request, which one block merges
-SHORT_CONTEXT, FEW_THREADS = 2048, 256  # of `decode_few`: beyond, more splits than a cluster has are faster
+FEW_THREADS = 256  # of `decode_few`
 INFINITY = "__int_as_float(0x7f800000)"
 _HALF_SHARED_BYTES = 113 * 1024
 

@@ -98,8 +98,9 @@ class GpuPages(Protocol):
     def prepare(self, batch: ScheduledBatch) -> None:
         """Copy what changed since the last step to the device."""
 
-    def decode_attention(self, slots: Tensor, seq_lens: Tensor, network: FusedNetwork) -> Attend:
-        """Return attention of one token per request; it must not depend on the step, so that it can be captured."""
+    def decode_attention(self, slots: Tensor, seq_lens: Tensor, network: FusedNetwork, max_seq_len: int) -> Attend:
+        """Return attention of one token per request, with sequences of at most `max_seq_len` tokens; it must not depend
+        on the step, so that it can be captured."""
 
     def varlen_attention(
         self, chunks: Sequence[ScheduledChunk], slots: Tensor, positions: Tensor, network: FusedNetwork
@@ -139,12 +140,12 @@ class PagedGpuPages:
     def prepare(self, batch: ScheduledBatch) -> None:
         self._block_tables.update(batch.chunks)
 
-    def decode_attention(self, slots: Tensor, seq_lens: Tensor, network: FusedNetwork) -> Attend:
+    def decode_attention(self, slots: Tensor, seq_lens: Tensor, network: FusedNetwork, max_seq_len: int) -> Attend:
         from smelt.kernels.gpu import hopper_attention
         from smelt.kernels.gpu.paged import DecodeMetadata, paged_decode
         from smelt.kernels.gpu.rope import rope_and_store_kv
 
-        metadata = DecodeMetadata(slots, seq_lens, self._tables, network.split_counter, self.max_model_len)
+        metadata = DecodeMetadata(slots, seq_lens, self._tables, network.split_counter, max_seq_len)
 
         @cache
         def new_tokens() -> tuple[Tensor, Tensor]:
@@ -157,9 +158,9 @@ class PagedGpuPages:
         def attend(qkv: Tensor, part: Attention) -> Tensor:
             keys, values, *_, kv_quant = self.cache.layer(part.layer)
             rope = network.rotary_params(part)
-            if hopper_attention.supports_decode_few(qkv, keys, kv_quant, self.max_model_len):
+            if hopper_attention.supports_decode_few(qkv, keys, kv_quant, max_seq_len):
                 return hopper_attention.decode_few(qkv, keys, values, metadata, rope, part.scale, part.window)
-            sizes = part.num_heads, part.num_kv_heads, self.block_size, self.max_model_len
+            sizes = part.num_heads, part.num_kv_heads, self.block_size, max_seq_len
             if not hopper_attention.supports_decode(kv_quant, qkv, *sizes):
                 return paged_decode(qkv, keys, values, metadata, rope, part.scale, part.window, kv_quant=kv_quant)
             queries = rope_and_store_kv(qkv, *new_tokens(), rope, keys, values, kv_quant=kv_quant)

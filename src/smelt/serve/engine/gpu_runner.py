@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from smelt.kernels.attention_metadata import SHORT_CONTEXT
 from smelt.kernels.lora import LoraTiles
 from smelt.models.model import Model
 from smelt.progress import Progress
@@ -87,6 +89,7 @@ class GpuRunner:
         from smelt.runtime.gpu import FusedNetwork
 
         self.device, self.max_num_seqs, self.adapters = model.device, max_num_seqs, adapters
+        self.max_model_len = max_model_len
         self.eos_token_ids = find_eos_token_ids(model)
         self.pages = make_pages(self._to_device)
         stacks = None
@@ -96,9 +99,9 @@ class GpuRunner:
         self.network = FusedNetwork(build_decoder(model, max_model_len), CAPTURE_SIZES[-1], stacks)
         self.cuda_graphs = cuda_graphs and model.device.type == "cuda"
         self._last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)
-        self._captured: dict[int, _Graph] = {}
+        self._captured: dict[tuple[int, int], _Graph] = {}  # by batch size and bound of the sequence lengths
         self._captured_prefill: dict[int, _Graph] = {}
-        self._captured_lora: dict[int, _Graph] = {}  # the same for steps with adapters
+        self._captured_lora: dict[tuple[int, int], _Graph] = {}  # the same for steps with adapters
         self._captured_lora_prefill: dict[int, _Graph] = {}
         self._pool = (
             torch.cuda.graph_pool_handle() if self.cuda_graphs else None
@@ -129,7 +132,13 @@ class GpuRunner:
         max_size = next(size for size in sizes if size >= min(self.max_num_seqs, sizes[-1]))
         decode = [size for size in sizes if size <= max_size]
         for size in progress.track(decode[::-1], f"capturing batch sizes{what}"):
-            self._captured_graph(size, with_adapters)
+            for bound in {self.max_model_len, self._seq_len_bound(size, 1)}:
+                self._captured_graph(size, bound, with_adapters)
+
+    def _seq_len_bound(self, size: int, longest: int) -> int:
+        """Return the bound of sequence lengths of the graph for a decode step: short contexts of a single request have
+        their own, with another attention kernel."""
+        return min(SHORT_CONTEXT if size == 1 and longest <= SHORT_CONTEXT else self.max_model_len, self.max_model_len)
 
     @property
     def _has_adapters(self) -> bool:
@@ -159,10 +168,11 @@ class GpuRunner:
         inputs[:, count:] = [[self.max_num_seqs], [0], [0]]
         inputs[:, :count] = np.array([_decode_inputs(chunk.request, chunk.start) for chunk in chunks]).T
         values = self._to_device(np.concatenate((inputs.ravel(), self._pack_tiles(chunks, size))))
+        bound = self._seq_len_bound(size, int(inputs[1].max()))
         if self.cuda_graphs:
-            tokens, logits = self._captured_graph(size, with_adapters).replay(values)
+            tokens, logits = self._captured_graph(size, bound, with_adapters).replay(values)
         else:
-            tokens, logits = self._forward_decode(values, size)
+            tokens, logits = self._forward_decode(values, size, bound)
         requests = [chunk.request for chunk in chunks]
         if all(request.sampling.plain for request in requests):
             return SamplerOutput(tokens[:count].clone())
@@ -183,15 +193,16 @@ class GpuRunner:
         assert self.adapters is not None
         return LoraTiles.pack(np.empty(0, dtype=np.int64), size, self.adapters.max_loras)
 
-    def _captured_graph(self, size: int, with_adapters: bool = False) -> _Graph:
+    def _captured_graph(self, size: int, bound: int, with_adapters: bool = False) -> _Graph:
         captured = self._captured_lora if with_adapters else self._captured
-        if size not in captured:
+        if (size, bound) not in captured:
             inputs = np.zeros((3, size), dtype=np.int64)
             inputs[0] = self.max_num_seqs
             tiles = [self._empty_tiles(size)] if with_adapters else []
             values = self._to_device(np.concatenate((inputs.ravel(), *tiles)))
-            captured[size] = self._capture(values, lambda values: self._forward_decode(values, size))
-        return captured[size]
+            forward = partial(self._forward_decode, size=size, bound=bound)
+            captured[size, bound] = self._capture(values, forward)
+        return captured[size, bound]
 
     def _capture(self, inputs: Tensor, forward: Callable[[Tensor], tuple[Tensor, Tensor]]) -> _Graph:
         for _ in range(2):  # compile and autotune before the capture
@@ -202,12 +213,13 @@ class GpuRunner:
             tokens, logits = forward(inputs)
         return _Graph(graph, inputs, tokens, logits)
 
-    def _forward_decode(self, values: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Run a decode step on the device; return tokens [size] and logits [size, vocabulary]."""
+    def _forward_decode(self, values: Tensor, size: int, bound: int) -> tuple[Tensor, Tensor]:
+        """Run a decode step on the device, with sequences of at most `bound` tokens; return tokens [size] and logits
+        [size, vocabulary]."""
         from smelt.kernels.gpu.fused_ops import argmax_tokens, embed
 
         slots, seq_lens, token_ids = values[: 3 * size].view(3, size)
-        attend = self.pages.decode_attention(slots, seq_lens, self.network)
+        attend = self.pages.decode_attention(slots, seq_lens, self.network, bound)
         embedded = embed(token_ids, slots, self._last_tokens, self.network.decoder.embedding)
         hidden = self.network.hidden(embedded, attend, _split_tiles(values[3 * size :], size))
         logits = self.network.logits(hidden)
@@ -283,7 +295,7 @@ class GpuRunner:
         count = min(sum(self.pages.is_decode(chunk) for chunk in chunks), CAPTURE_SIZES[-1])
         if not count:
             return self.pages.varlen_attention(chunks, slots, positions, self.network)
-        decode = self.pages.decode_attention(slots[:count], positions[:count] + 1, self.network)
+        decode = self.pages.decode_attention(slots[:count], positions[:count] + 1, self.network, self.max_model_len)
         if count == len(chunks):
             return decode
         prefill = self.pages.varlen_attention(chunks[count:], slots[count:], positions[count:], self.network)

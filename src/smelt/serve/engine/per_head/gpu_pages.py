@@ -49,7 +49,7 @@ class PerHeadGpuPages:
     def finish(self, batch: ScheduledBatch) -> None:
         self._tables.finish(batch)
 
-    def decode_attention(self, slots: Tensor, seq_lens: Tensor, network: FusedNetwork) -> Attend:
+    def decode_attention(self, slots: Tensor, seq_lens: Tensor, network: FusedNetwork, max_seq_len: int) -> Attend:
         from smelt.kernels.gpu.paged import DecodeMetadata, paged_decode
 
         metadata = DecodeMetadata(slots, seq_lens, self.cache.block_tables, network.split_counter, self.max_model_len)
