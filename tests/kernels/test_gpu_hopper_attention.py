@@ -82,6 +82,7 @@ def test_no_kernel_spills_registers_or_serializes_products(head_dim: int) -> Non
     for name in KV_QUANT_DTYPES:
         kv_quant = KVQuantFormat.for_head_dim(name, head_dim)
         sources[f"decode, {name}"] = hopper_attention.decode_source(kv_quant, BF16, 4, 8, 16)
+    sources["decode of few"] = hopper_attention.decode_few_source(FewTiles(4, 8), BF16, head_dim, 4, 16, True)
     for kernel, source in sources.items():
         assert not problems(nvrtc.compiler_report(source, "kernel", "sm_90a")), kernel
 
