@@ -208,6 +208,17 @@ def test_matrices_are_stacked_only_along_whole_tiles() -> None:
     assert hopper_layout.concatenate(parts[::-1]) is None
 
 
+def test_matrices_of_experts_are_stacked() -> None:
+    """Experts of 100 rows, which end within a tile; each keeps the scale of its tensor."""
+    parts = [shuffled(describe(packed_matrix("nvfp4", 100, 256)[0]), BF16) for _ in range(3)]
+    both = hopper_layout.stack(parts)
+    assert both.rows == 100 and both.tiles.shape[0] == 6 and both.factor == 1.0 and both.row_scale is not None
+    assert torch.equal(both.tiles[2:4], parts[1].tiles)
+    assert both.row_scale[[99, 100, 200]].tolist() == pytest.approx([part.factor for part in parts])
+    plain = hopper_layout.stack([shuffled(describe(packed_matrix("int4/128", 64, 256)[0]), BF16) for _ in range(2)])
+    assert plain.row_scale is None
+
+
 def test_a_layer_without_its_weights_computes_with_the_product() -> None:
     packed, quantized = packed_matrix("int4/128", 24, 128)
     scheme = QuantizationScheme(packed.format)
@@ -269,6 +280,9 @@ def test_all_kernels_compile(tmp_path: object, monkeypatch: pytest.MonkeyPatch) 
         sources = [hopper.dequantize_source(layout)]
         for config in (Config(16, 1, 1, 2, 2, 8, 2, mma=True), Config(128, 4, 2, 1, 1, 8, 1, flush=False)):
             sources.append(hopper.kernel_source(layout, fit_stages(config, layout, 32), BF16))
+        for tile_n, grouping in ((8, "early"), (128, "grouped")):
+            grouped_config = hopper.choose_grouped_config(tile_n, 64, layout, 24, 16, 132)
+            sources.append(hopper.kernel_source(layout, grouped_config, BF16, grouping))  # type: ignore[arg-type]
         if not (layout.grouped and layout.operands == "int8"):
             sources.append(hopper.kernel_source(layout, hopper.stream_k_config(128, layout), BF16))
         if hopper.supports_gemv(layout):

@@ -61,11 +61,11 @@ def embed_kernel(token_ids, slots, last_tokens, embeddings, result, width, BLOCK
 
 @triton.jit
 def silu_and_mul_kernel(  # type: ignore[no-untyped-def]
-    gate_up, result, scales, static_scale, width, clip_ratio, AMAX_CODE: tl.constexpr, SCALE_DTYPE: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    gate_up, result, scales, static_scale, row_experts, width, clip_ratio, AMAX_CODE: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute silu(gate) * up, concatenated in `gate_up`; quantize it if AMAX_CODE is not 0: then one token per
-    program."""
+    program. With `row_experts`, static scales are per expert."""
     token, lane = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < width
     if PDL:
@@ -76,11 +76,37 @@ def silu_and_mul_kernel(  # type: ignore[no-untyped-def]
     activated = gate / (1.0 + tl.exp(-gate)) * up
     if AMAX_CODE > 0.0:
         rounded = activated.to(gate_up.dtype.element_ty).to(tl.float32)
+        if row_experts is not None:
+            static_scale += tl.load(row_experts + token)
         store_quantized(
             rounded, inside, result, scales, token, width, lane, static_scale, clip_ratio, AMAX_CODE, SCALE_DTYPE
         )
     else:
         tl.store(result + token * width + lane, activated.to(result.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def joint_norm_kernel(  # type: ignore[no-untyped-def]
+    qkv, query_weight, key_weight, query_width, key_width, epsilon, clip, CLIP: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Apply RMSNorm to all queries or all keys of a token, and clip them; values (the third part) are only clipped."""
+    token, part, lane = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
+    width = tl.where(part == 0, query_width, key_width)
+    first = tl.where(part == 0, 0, query_width + tl.where(part == 2, key_width, 0))
+    inside = lane < width
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    address = qkv + token * (query_width + 2 * key_width) + first + lane
+    x = tl.load(address, mask=inside, other=0.0).to(tl.float32)
+    if part < 2:
+        weight = tl.where(part == 0, query_weight, key_weight)
+        x = x * tl.rsqrt(tl.sum(x * x, axis=0) / width + epsilon)
+        x = x * tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
+    if CLIP:
+        x = tl.minimum(tl.maximum(x, -clip), clip)
+    tl.store(address, x.to(qkv.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -152,7 +178,20 @@ def _launch_norm(
     padded = triton.next_power_of_2(width)
     add_rms_norm_kernel[(tokens,)](
         hidden, residual, weight, result, scales, quant and quant.static_scale, width, epsilon,
-        quant.clip_ratio if quant else 1.0, ADD=residual is not None, NORM=weight is not None, **_constants(quant),
+        quant.clip_ratio if quant else 1.0, ADD=residual is not None, NORM=weight is not None, **quant_constants(quant),
+        BLOCK=padded, PDL=PDL, num_warps=max(1, min(8, padded // 512)), launch_pdl=PDL,
+    )  # fmt: skip
+
+
+def norm_and_clip_qkv(
+    qkv: Tensor, query_weight: Tensor, key_weight: Tensor, epsilon: float, clip: float | None
+) -> None:
+    """Apply RMSNorm to the queries and to the keys of all heads together, then clip, in place: queries, keys and values
+    are concatenated, [tokens, widths]."""
+    query_width, key_width = len(query_weight), len(key_weight)
+    padded = triton.next_power_of_2(max(query_width, key_width))
+    joint_norm_kernel[(len(qkv), 2 if clip is None else 3)](
+        qkv, query_weight, key_weight, query_width, key_width, epsilon, clip or 0.0, CLIP=clip is not None,
         BLOCK=padded, PDL=PDL, num_warps=max(1, min(8, padded // 512)), launch_pdl=PDL,
     )  # fmt: skip
 
@@ -163,22 +202,25 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     result = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     tile = min(1024, triton.next_power_of_2(width))
     silu_and_mul_kernel[(tokens, triton.cdiv(width, tile))](
-        gate_up, result, None, None, width, 1.0, **_constants(None), BLOCK=tile, PDL=PDL, num_warps=4, launch_pdl=PDL
-    )
+        gate_up, result, None, None, None, width, 1.0, **quant_constants(None), BLOCK=tile, PDL=PDL, num_warps=4,
+        launch_pdl=PDL,
+    )  # fmt: skip
     return result
 
 
-def silu_and_mul_quantize(gate_up: Tensor, quant: RowQuant) -> QuantizedRows:
+def silu_and_mul_quantize(gate_up: Tensor, quant: RowQuant, row_experts: Tensor | None = None) -> QuantizedRows:
     """Compute silu(gate) * up: [tokens, 2 * width] -> [tokens, width], quantized by rows; width is at most
-    MAX_QUANTIZED_WIDTH."""
+    MAX_QUANTIZED_WIDTH. With the expert of each row, `row_experts`, there is a static scale for each expert."""
     width = gate_up.shape[1] // 2
     result, tile = QuantizedRows.empty(gate_up, width, quant), triton.next_power_of_2(width)
     silu_and_mul_kernel[(len(gate_up), 1)](
-        gate_up, result.codes, result.scales, quant.static_scale, width, quant.clip_ratio, **_constants(quant),
+        gate_up, result.codes, result.scales, quant.static_scale, row_experts, width, quant.clip_ratio,
+        **quant_constants(quant),
         BLOCK=tile, PDL=PDL, num_warps=max(1, min(16, tile // 512)), launch_pdl=PDL,
     )  # fmt: skip
     return result
 
 
-def _constants(quant: RowQuant | None) -> dict[str, Any]:
+def quant_constants(quant: RowQuant | None) -> dict[str, Any]:
+    """Return the constants of kernels that quantize rows, or do not."""
     return {"AMAX_CODE": quant.amax_code if quant else 0.0, "SCALE_DTYPE": quant.scale_dtype if quant else ""}

@@ -7,7 +7,7 @@ import itertools
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from smelt.kernels.gpu.nvrtc import CudaKernel, compile_to_cubin, tensor_map
 
 if TYPE_CHECKING:  # needs Triton
     from smelt.kernels.gpu.activations import RowQuant
+    from smelt.kernels.gpu.experts import Routing
 
 ARCHITECTURE, GEMM_KERNEL = "sm_90a", "hopper_gemm"
 STREAM_K_KERNEL = "hopper_stream_k"
@@ -25,6 +26,7 @@ STREAM_K_N = (64, 96, 128, 160, 192, 224, 256)  # the same for stream-K
 WIDE_N = (128, 144, 160, 192, 256)  # the same for more than 128 rows without stream-K
 WIDE_TEAMS = ((1, 2), (2, 1), (3, 1), (1, 3), (2, 2))  # weight tiles of a block, teams of warpgroups
 _SHARED_BYTES = 227 * 1024
+Grouping = Literal["", "grouped", "early"]  # of a GEMM: none; by a list of tiles; by one that is complete at the start
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,32 @@ def gemm(
     grid = -(-weights.rows // (TILE_ROWS * config.row_tiles)), -(-batch // config.tile_n), config.split_k
     cluster = (1, 1, config.split_k) if config.split_k > 1 else None
     kernel.launch(grid, config.threads(), (*tensors, *sizes), cluster=cluster)
+    return y
+
+
+def grouped_gemm(
+    x: Tensor, weights: ShuffledMatrix, routing: Routing, config: Config, *, x_scale: Tensor | None = None,
+    dtype: torch.dtype | None = None, shared: bool = False, early: bool = False,
+) -> Tensor:  # fmt: skip
+    """Multiply each row of x [pairs, columns], sorted by expert, with the matrix of its expert -> [pairs, rows].
+
+    `weights` are those of all experts, stacked; its rows are those of one. `shared`: all pairs have the one row of x.
+    `early`: the list of `routing` is complete when this kernel starts: the one before has waited for it.
+    """
+    dtype = dtype or x.dtype
+    y = torch.empty(routing.num_pairs, weights.rows, dtype=dtype, device=x.device)
+    layout = weights.layout
+    kernel = load_kernel(layout, config, dtype, x.device, "early" if early else "grouped")
+    panels = TILE_K * layout.operand_bytes // 128 * config.k_tiles
+    arguments = (
+        tensor_map(x, config.tile_n, panels), _pointer(weights.tiles), _pointer(weights.row_scale), _pointer(x_scale),
+        _pointer(None), _pointer(y), ctypes.c_float(weights.factor), ctypes.c_int(len(x)), ctypes.c_int(weights.rows),
+        ctypes.c_int(y.stride(0)), ctypes.c_int(weights.tiles.shape[1]), _pointer(routing.tiles),
+        _pointer(routing.num_tiles), ctypes.c_int(int(shared)),
+    )  # fmt: skip
+    grid = -(-weights.rows // (TILE_ROWS * config.row_tiles)), routing.max_tiles, config.split_k
+    cluster = (1, 1, config.split_k) if config.split_k > 1 else None
+    kernel.launch(grid, config.threads(), arguments, cluster=cluster)
     return y
 
 
@@ -290,7 +318,27 @@ def choose_config(batch: int, weights: ShuffledMatrix, num_sms: int) -> Config |
         return _wide_config(batch, layout, row_tiles, k_tiles, num_sms)
     if tile_n >= 64 and row_tiles >= 3 * num_sms and layout.bits < 8 and layout.operand_bytes == 2:
         return stream_k_config(tile_n, layout)
-    blocks = row_tiles * -(-batch // tile_n)
+    return _narrow_config(tile_n, row_tiles * -(-batch // tile_n), layout, k_tiles, num_sms)
+
+
+def choose_grouped_config(
+    tile_n: int, expert_tiles: float, layout: Layout, row_tiles: int, k_tiles: int, num_sms: int
+) -> Config:
+    """Return the tiles of a grouped GEMM for tiles of at most `tile_n` rows of x, of which `expert_tiles` are expected;
+    a matrix of an expert has `row_tiles` x `k_tiles` tiles. Tuned on an H200 (`benchmarks/gpu_experts.py --tune`).
+
+    The matrices are small and blocks many: with one warpgroup each, and a quarter of the shared memory, some copy while
+    others end.
+    """
+    blocks = row_tiles * expert_tiles
+    if tile_n > 32 or blocks <= 1.36 * num_sms:
+        return _narrow_config(tile_n, blocks, layout, k_tiles, num_sms)
+    config = Config(tile_n, 1, 1, 2 if tile_n < 32 else 1, 1, 16, 1, mma=layout.element != "e4m3")
+    return fit_stages(config, layout, k_tiles, _SHARED_BYTES // 4)
+
+
+def _narrow_config(tile_n: int, blocks: float, layout: Layout, k_tiles: int, num_sms: int) -> Config:
+    """Return the tiles for at most 128 rows of x; with 64 weight rows per block there would be so many `blocks`."""
     split_k = 2 if blocks <= 0.6 * num_sms and k_tiles >= 16 else 1
     many, very_many = blocks > 1.36 * num_sms, blocks > 3 * num_sms
     limit = _SHARED_BYTES if tile_n >= 64 else _SHARED_BYTES // 2
@@ -323,14 +371,16 @@ def fit_stages(config: Config, layout: Layout, k_tiles: int, limit: int = _SHARE
 
 
 @cache
-def load_kernel(layout: Layout, config: Config | StreamKConfig, dtype: torch.dtype, device: torch.device) -> CudaKernel:
+def load_kernel(
+    layout: Layout, config: Config | StreamKConfig, dtype: torch.dtype, device: torch.device, grouping: Grouping = ""
+) -> CudaKernel:
     name = STREAM_K_KERNEL if isinstance(config, StreamKConfig) else GEMM_KERNEL
-    cubin = compile_to_cubin(kernel_source(layout, config, dtype), name, ARCHITECTURE)
+    cubin = compile_to_cubin(kernel_source(layout, config, dtype, grouping), name, ARCHITECTURE)
     return CudaKernel.load(cubin, name, device, config.shared_bytes(layout) - layout.lookup_bytes)
 
 
-def kernel_source(layout: Layout, config: Config | StreamKConfig, dtype: torch.dtype) -> str:
-    """Return the source of the GEMM with its definitions; `dtype` is that of the results."""
+def kernel_source(layout: Layout, config: Config | StreamKConfig, dtype: torch.dtype, grouping: Grouping = "") -> str:
+    """Return the source of the GEMM with its definitions; `dtype` is that of the results; see `grouped_gemm`."""
     if isinstance(config, StreamKConfig):
         assert not (layout.grouped and layout.operands == "int8")
         shape = {
@@ -345,7 +395,8 @@ def kernel_source(layout: Layout, config: Config | StreamKConfig, dtype: torch.d
         "TILE_N": config.tile_n, "ROW_TILES": config.row_tiles, "M_TILES": config.m_tiles, "K_TILES": config.k_tiles,
         "K_GROUPS": config.k_groups, "STAGES": config.stages, "SPLIT_K": config.split_k, "MMA": int(config.mma),
         "FLUSH": int(flush), "FOLD": int(layout.grouped and not flush), "PART": "int" if integer else "float",
-        "SUM": "int" if integer and not flush else "float",
+        "SUM": "int" if integer and not flush else "float", "GROUPED": int(grouping != ""),
+        "EARLY": int(grouping == "early"),
     }  # fmt: skip
     if flush:
         tiles["GROUP_LOOPS"] = layout.groups

@@ -191,6 +191,17 @@ def concatenate(parts: Sequence[ShuffledMatrix]) -> ShuffledMatrix | None:
     )
 
 
+def stack(experts: Sequence[ShuffledMatrix]) -> ShuffledMatrix:
+    """Stack matrices of experts, of the same shape and layout. The rows stay those of one; only tiles and scales are
+    those of all."""
+    first = experts[0]
+    row_scale, factor = None, first.factor
+    if first.row_scale is not None or any(expert.factor != factor for expert in experts):
+        factor = 1.0
+        row_scale = torch.cat([expert.factor * _row_scale(expert) for expert in experts])
+    return replace(first, tiles=torch.cat([expert.tiles for expert in experts]), row_scale=row_scale, factor=factor)
+
+
 def _row_scale(part: ShuffledMatrix) -> Tensor:
     return torch.ones(part.rows, device=part.tiles.device) if part.row_scale is None else part.row_scale
 

@@ -35,24 +35,8 @@ class HopperLinear:
     ) -> HopperLinear | None:
         """Shuffle the weights of layers with the same inputs into one matrix, in this order; None if this GPU or the
         kernels do not support it."""
-        device = parts[0].device
-        if not hopper_layout.runs_on(device):
-            return None
-        kernel = WeightOnly() if inputs is None else EightBit()
-        if not all(kernel.supports(part, inputs, dtype) for part in parts):
-            return None
-        operands = dtype if inputs is None else torch.int8 if isinstance(inputs.format, Integer) else hopper_layout.E4M3
-        matrices = [describe(part) for part in parts]
-        layouts = {hopper_layout.layout_of(matrix, operands) for matrix in matrices}
-        layout = layouts.pop()
-        if layout is None or layouts or any(_has_nan_scales(matrix) for matrix in matrices):
-            return None
-        try:
-            hopper.load_dequantize(layout, device)  # fails early where kernels cannot be compiled
-            hopper.stream_k_workspace(device)  # before a CUDA graph is captured
-        except CudaError:
-            return None
-        weights = hopper_layout.concatenate([hopper_layout.shuffle(matrix, layout) for matrix in matrices])
+        matrices = shuffle_all(parts, inputs, dtype)
+        weights = None if matrices is None else hopper_layout.concatenate(matrices)
         return None if weights is None else cls(weights, inputs)
 
     @cached_property
@@ -116,6 +100,35 @@ class HopperLinear:
         )  # fmt: skip
         y = y if bias is None else y + bias
         return y if out is None else out.copy_(y)
+
+
+def layout_for(packed: PackedMatrix, inputs: ActivationQuant | None, dtype: torch.dtype) -> hopper_layout.Layout | None:
+    """Return the layout of a packed matrix for these inputs; None if this GPU or the kernels do not support it."""
+    kernel = WeightOnly() if inputs is None else EightBit()
+    if not hopper_layout.runs_on(packed.device) or not kernel.supports(packed, inputs, dtype):
+        return None
+    operands = dtype if inputs is None else torch.int8 if isinstance(inputs.format, Integer) else hopper_layout.E4M3
+    return hopper_layout.layout_of(describe(packed), operands)
+
+
+def shuffle_all(
+    parts: Sequence[PackedMatrix], inputs: ActivationQuant | None, dtype: torch.dtype
+) -> list[hopper_layout.ShuffledMatrix] | None:
+    """Shuffle packed matrices with the same inputs; None if one is not supported, or they differ in layout."""
+    layouts = {layout_for(part, inputs, dtype) for part in parts}
+    layout = layouts.pop()
+    if layout is None or layouts:
+        return None
+    matrices = [describe(part) for part in parts]
+    if any(_has_nan_scales(matrix) for matrix in matrices):
+        return None
+    device = parts[0].device
+    try:
+        hopper.load_dequantize(layout, device)  # fails early where kernels cannot be compiled
+        hopper.stream_k_workspace(device)  # before a CUDA graph is captured
+    except CudaError:
+        return None
+    return [hopper_layout.shuffle(matrix, layout) for matrix in matrices]
 
 
 def _has_nan_scales(matrix: Matrix) -> bool:

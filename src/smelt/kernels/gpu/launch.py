@@ -126,7 +126,7 @@ def gemm_block_k(matrix: Matrix, min_k: int) -> int | None:
     """Return columns per GEMM tile: within one group, or a multiple of the group size. `min_k` is the smallest K of a
     tensor core instruction. None if the GEMM does not support the matrix."""
     planes = 8 // matrix.bits if matrix.bits in (2, 4, 8) else 0
-    if not planes or matrix.element not in ("int", "dint", "e2m1") or matrix.table is not None:
+    if not planes or matrix.element not in ("int", "dint", "e2m1", "e4m3") or matrix.table is not None:
         return None
     exact = matrix.element == "e2m1" and matrix.scale_dtype != "float"
     if matrix.group_size == 0 or (exact and 128 % matrix.group_size == 0):
@@ -152,11 +152,11 @@ def gemm(
     y = torch.empty(batch, rows, dtype=dtype, device=x.device)
     target = y if split == 1 else torch.empty(split, batch, rows, dtype=torch.float32, device=x.device)
     gemm_kernel[(*grid, split)](
-        x, matrix.codes, matrix.scale, matrix.zero, matrix.negative, matrix.tensor, x_scale, bias, target, batch, rows,
-        matrix.columns, x.stride(0), matrix.octets, matrix.scale_stride, tiles_per_split, BITS=matrix.bits,
+        x, matrix.codes, matrix.scale, matrix.zero, matrix.negative, matrix.tensor, x_scale, bias, target, None, None,
+        batch, rows, matrix.columns, x.stride(0), matrix.octets, matrix.scale_stride, tiles_per_split, BITS=matrix.bits,
         ELEMENT=matrix.element, SCALE_DTYPE=matrix.scale_dtype, DEFAULT_ZERO=matrix.default_zero,
         GROUP_SIZE=matrix.group_size, BLOCK_N=tile_rows, BLOCK_M=tile_batch,
-        BLOCK_K=columns, SPLIT_K=split > 1, PTX=PTX, PDL=PDL,
+        BLOCK_K=columns, SPLIT_K=split > 1, SHARED_X=False, PTX=PTX, PDL=PDL,
         num_warps=warps, num_stages=stages,
         launch_pdl=PDL,
     )  # fmt: skip

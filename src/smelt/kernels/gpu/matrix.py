@@ -28,7 +28,7 @@ class Matrix:
     table: Tensor | None  # values of codes for element type `table`, float32 [2^bits]
     columns: int
     bits: int
-    element: str  # int, dint, e2m1, table
+    element: str  # int, dint, e2m1, table; e4m3 in stacked matrices
     scale_dtype: str  # float, e8m0, e4m3, e5m2
     group_size: int
     default_zero: int

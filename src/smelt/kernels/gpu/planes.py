@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from smelt.kernels.gpu.codes import e4m3_numbers
+
 
 @triton.constexpr_function
 def integer_ptx(bits: int, plane: int, default_zero: int, bfloat16: bool) -> str:
@@ -98,7 +100,9 @@ def float_plane(
 ):  # fmt: skip
     """Return elements, or codes minus DEFAULT_ZERO, in half precision, where they are exact."""
     BFLOAT16: tl.constexpr = DTYPE == tl.bfloat16  # noqa: SIM300
-    if PTX and ELEMENT == "e2m1":
+    if ELEMENT == "e4m3":
+        value = e4m3_numbers(octets, DTYPE)
+    elif PTX and ELEMENT == "e2m1":
         value = half_precision(octets, e2m1_ptx(PLANE, BFLOAT16), BFLOAT16)
     elif PTX and (BITS < 8 or not BFLOAT16):
         value = half_precision(octets, integer_ptx(BITS, PLANE, DEFAULT_ZERO, BFLOAT16), BFLOAT16)

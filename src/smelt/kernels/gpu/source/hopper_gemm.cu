@@ -19,8 +19,12 @@
 //
 // Rows of y are `stride` numbers apart: y may be columns of a larger matrix.
 //
-// hopper.py defines: TILE_N (rows of x per block), ROW_TILES, M_TILES, K_GROUPS, STAGES, SPLIT_K, FORMAT and its parameters, and
-// the functions `wgmma` and `mma` for the operand type.
+// GROUPED: the weights are those of many experts, stacked, and a list on the device (experts.py) has, for each block,
+// the expert, its first row of x and of y, and their number. A block beyond the end of the list reads no weights. The list
+// is written by an earlier kernel than the one before (EARLY), or by that one: then weights are not copied ahead of it.
+//
+// hopper.py defines: TILE_N (rows of x per block), ROW_TILES, M_TILES, K_GROUPS, STAGES, SPLIT_K, GROUPED, EARLY, FORMAT and its
+// parameters, and the functions `wgmma` and `mma` for the operand type.
 
 constexpr int ROWS = 64 * ROW_TILES;               // weight rows per block
 constexpr int TEAM = ROW_TILES / M_TILES;           // warpgroups
@@ -35,6 +39,7 @@ constexpr int X_TILE = X_PANEL * X_PANELS;
 constexpr int STAGE = K_TILES * (X_TILE + ROW_TILES * W_TILE);
 constexpr int OUT_STRIDE = ROWS + 4;               // floats
 constexpr int ACC = TILE_N / 2;                    // accumulators of a thread
+constexpr u64 WEIGHT_POLICY = GROUPED && TILE_N > 32 ? EVICT_NORMAL : EVICT_FIRST;  // an expert may have several tiles
 constexpr int CHAINS = TILE_N <= 16 && K_STEPS > GROUP_LOOPS ? 2 : 1;
 constexpr int CHUNK = K_STEPS / GROUP_LOOPS < 4 ? K_STEPS / GROUP_LOOPS : X_BYTES == 1 || TILE_N > 64 ? 2 : 4;  // instructions issued at a time
 
@@ -50,21 +55,51 @@ __device__ __forceinline__ void load_matrices(u32 (&out)[4], u32 panel, int row,
                  : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3]) : "r"(address) : "memory");
 }
 
+// Load an entry of the list of tiles: expert, first row, number of rows (0 beyond the end). Not through the first-level
+// cache, which other multiprocessors do not update.
+__device__ __forceinline__ int4 load_expert_tile(const int4* tiles, const int* num_tiles, int index) {
+    int4 tile;
+    int count;
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(count) : "l"(num_tiles) : "memory");
+    asm volatile("ld.global.cg.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(tile.x), "=r"(tile.y), "=r"(tile.z), "=r"(tile.w) : "l"(tiles + index) : "memory");
+    if (index >= count) tile.z = 0;
+    return tile;
+}
+
 // ---------------------------------------------------------------------------------------------------------- the kernel
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_gemm(
     const __grid_constant__ TensorMap x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale,
     const float* __restrict__ x_scale, const u16* __restrict__ bias, u16* __restrict__ y, float factor, int batch,
-    int rows, int stride, int k_tiles) {
+    int rows, int stride, int k_tiles
+#if GROUPED
+    , const int4* expert_tiles, const int* num_tiles, int shared_x  // all experts have the first row of x
+#endif
+) {
     extern __shared__ __align__(1024) u8 memory[];
     const int thread = threadIdx.x, group = thread / 128;
-    const int row_tile = blockIdx.x * ROW_TILES, first_n = blockIdx.y * TILE_N, rank = blockIdx.z;
+    const int row_tile = blockIdx.x * ROW_TILES, rank = blockIdx.z;
+#if GROUPED
+    asm volatile("griddepcontrol.launch_dependents;");
+    if constexpr (!EARLY) asm volatile("griddepcontrol.wait;" ::: "memory");
+    const int4 listed = load_expert_tile(expert_tiles, num_tiles, blockIdx.y);
+    if (listed.z == 0) {
+        if constexpr (EARLY) asm volatile("griddepcontrol.wait;" ::: "memory");  // later kernels rely on it
+        return;
+    }
+    const int first_n = listed.y, first_x = shared_x ? 0 : first_n, valid_n = listed.z;
+    weights += (u64)listed.x * ((rows + 63) / 64) * k_tiles * W_TILE;
+    if (row_scale) row_scale += (u64)listed.x * rows;
+#else
+    const int first_n = blockIdx.y * TILE_N, first_x = first_n, valid_n = min(TILE_N, batch - first_n);
+#endif
     const int steps = (k_tiles + K_TILES - 1) / K_TILES;
     const int first = steps * rank / SPLIT_K, count = steps * (rank + 1) / SPLIT_K - first;
     const u32 full = shared_address(memory + STAGES * STAGE), empty = full + 8 * STAGES;
     u8* const w_memory = memory + STAGES * K_TILES * X_TILE;
 
-    asm volatile("griddepcontrol.launch_dependents;");
+    if constexpr (!GROUPED) asm volatile("griddepcontrol.launch_dependents;");
 #if FORMAT == FORMAT_TABLE
     fill_lookup(THREADS);
 #endif
@@ -89,11 +124,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_gemm(
                 for (int r = 0; r < ROW_TILES; r++) {
                     const int tile = min(row_tile + r, row_tiles - 1);  // a tile behind the last row is not stored
                     copy_tile(shared_address(w_memory + (stage * ROW_TILES + r) * K_TILES * W_TILE),
-                              weights + ((u64)tile * k_tiles + k) * W_TILE, bytes, full + 8 * stage);
+                              weights + ((u64)tile * k_tiles + k) * W_TILE, bytes, full + 8 * stage, WEIGHT_POLICY);
                 }
             };
             auto copy_inputs = [&](int step, int stage) {
-                copy_x(shared_address(memory + stage * K_TILES * X_TILE), &x_map, first_n,
+                copy_x(shared_address(memory + stage * K_TILES * X_TILE), &x_map, first_x,
                        (first + step) * K_TILES * X_PANELS, full + 8 * stage);
             };
             const int ahead = min(STAGES, count);
@@ -240,9 +275,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_gemm(
 #else
     __syncthreads();
 #endif
-    const int valid = min(TILE_N, batch - first_n);
     const bool aligned = (rows | stride) % 4 == 0 && (u64)y % 8 == 0;
-    for (int item = thread; item < valid * (ROWS / 4); item += THREADS) {
+    for (int item = thread; item < valid_n * (ROWS / 4); item += THREADS) {
         const int n = item / (ROWS / 4), column = item % (ROWS / 4) * 4, row = row_tile * 64 + column;
         if (n % SPLIT_K != rank || row >= rows) continue;
         float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -264,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_gemm(
                 for (int i = 0; i < 4; i++) sum[i] += part[i];
             }
         }
-        const float by_token = factor * (x_scale ? x_scale[first_n + n] : 1.0f);
+        const float by_token = factor * (x_scale ? x_scale[first_x + n] : 1.0f);
         u16 result[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
