@@ -205,17 +205,18 @@ def test_projections_in_half_precision_equal_hooks(tmp_path: Path, name: str, to
         after = x + block.self_attn.o_proj(qkv[:, :256])
         reference = after + block.mlp(block.post_attention_layernorm(after))
     part, ffn = fused.decoder.parts[:2]
+    attention, feed_forward = fused._layers[:2]
     with torch.inference_mode():
         hidden = x.clone()
-        actual_qkv = fused._input_projections[0].norm_forward(hidden, None, part.norm, tiles)
-        residual = fused._output_projections[0].forward_add(qkv[:, :256].contiguous(), hidden, tiles)
-        gated = fused._input_projections[1].norm_forward_gated(hidden, residual, ffn.norm, None, tiles)
-        actual = hidden + fused._output_projections[1].forward_add(gated, hidden, tiles)
+        actual_qkv = attention[0].norm_forward(hidden, None, part.norm, tiles)
+        residual = attention[1].forward_add(qkv[:, :256].contiguous(), hidden, tiles)
+        gated = feed_forward[0].norm_forward_gated(hidden, residual, ffn.norm, None, tiles)
+        actual = hidden + feed_forward[1].forward_add(gated, hidden, tiles)
     tolerance = 0.02 if DEVICE == "cuda" else 0.004
     assert distance(actual_qkv, qkv) < tolerance
     assert distance(actual, reference) < tolerance
     with torch.inference_mode():
-        plain = fused._input_projections[0].norm_forward(x.clone(), None, part.norm)
+        plain = attention[0].norm_forward(x.clone(), None, part.norm)
     assert distance(plain, qkv) > 0.1  # what the adapters add is not lost in the tolerance
 
 

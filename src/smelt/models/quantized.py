@@ -224,6 +224,10 @@ class QuantizedLinear(nn.Module):
         assert isinstance(weight, Tensor)
         return weight
 
+    def share_dequantized_weight(self, weight: Tensor) -> None:
+        """Replace the weight of such a layer by a view of another tensor with the same values."""
+        self.move_weights(partial(_multiply, weight, self.inputs), slice(None), DEQUANTIZED)
+
     @property
     def packed(self) -> PackedMatrix:
         if self.moved:
@@ -321,7 +325,7 @@ def merge_dequantized(layers: Sequence[nn.Module]) -> nn.Linear | None:
         return None
     weight = torch.cat([layer.dequantized_weight for layer in quantized])
     for layer, view in zip(quantized, weight.split([layer.out_features for layer in quantized]), strict=True):
-        layer.move_weights(partial(_multiply, view, None), slice(None), DEQUANTIZED)
+        layer.share_dequantized_weight(view)
     merged = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     merged.weight = nn.Parameter(weight, requires_grad=False)
     return merged

@@ -21,7 +21,7 @@ from smelt.kernels.paged import MAX_HEAD_DIM, MAX_QUERIES_PER_KV_HEAD
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear
 from smelt.runtime import decoder
-from smelt.runtime.decoder import Attention, Decoder, FeedForward, Norm, build_decoder, merge_linears
+from smelt.runtime.decoder import Attention, Decoder, FeedForward, MixtureOfExperts, Norm, build_decoder, merge_linears
 
 
 class LayeredCache(Protocol):
@@ -59,6 +59,8 @@ def unsupported_reason(model: Model, kv_cache_dtype: str | None = None) -> str |
     if (reason := decoder.unsupported_reason(model)) is not None:
         return reason
     for part in model.anatomy.parts:
+        if part.mixture is not None:
+            return "mixtures of experts are not compiled"
         if part.kind == "heads" and (part.head_dim > MAX_HEAD_DIM or part.heads_per_unit > MAX_QUERIES_PER_KV_HEAD):
             return "its head_dim is too large"
         if (
@@ -149,6 +151,7 @@ class _ProgramBuilder(_LinearBuilder):
         self.program.add(compiled.EMBED, weight=embedding, weight_type=embedding.dtype, y=hidden, width=width)
         residual: Tensor | None = None  # output of the previous part, not yet added to hidden
         for part in self.decoder.parts:
+            assert not isinstance(part, MixtureOfExperts)  # see unsupported_reason
             normed = self._buffer("normed", width)
             self._norm(part.norm, hidden, residual, normed)
             inner = self._attention(part, normed) if isinstance(part, Attention) else self._feed_forward(part, normed)

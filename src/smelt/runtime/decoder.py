@@ -6,19 +6,20 @@ runs eagerly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from smelt.models.anatomy import Part
+from smelt.models.anatomy import Block, Part
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear
 from smelt.numerics.format import PER_TENSOR
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # pre-RMSNorm, half-split RoPE, SiLU gates, nothing else
+# pre-RMSNorm, half-split RoPE, SiLU gates, or experts with SiLU gates; nothing else
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmoe")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those that do not depend on the sequence length
 
 
@@ -43,8 +44,10 @@ class Attention:
     head_dim: int
     scale: float
     window: int | None
-    query_norm: Norm | None = None  # per head
+    query_norm: Norm | None = None  # per head, or of all heads together if `joint_norms`
     key_norm: Norm | None = None
+    joint_norms: bool = False
+    clip: float | None = None  # bound of queries, keys and values, after their norms
 
     @property
     def input_projections(self) -> tuple[nn.Module, ...]:
@@ -65,11 +68,30 @@ class FeedForward:
 
 
 @dataclass(frozen=True)
+class ExpertLayers:
+    gate: nn.Module
+    up: nn.Module
+    output: nn.Module
+
+
+@dataclass(frozen=True)
+class MixtureOfExperts:
+    """Each token is processed by its `top_k` experts, whose results are added up with the router's weights."""
+
+    norm: Norm
+    router: Tensor  # [experts, hidden size]
+    top_k: int
+    normalize: bool  # the weights of a token add up to 1
+    weight_dtype: torch.dtype
+    experts: tuple[ExpertLayers, ...]
+
+
+@dataclass(frozen=True)
 class Decoder:
     """`parts` in execution order; `cosines` and `sines` are the RoPE tables of all positions."""
 
     embedding: Tensor  # [vocabulary, hidden size]
-    parts: tuple[Attention | FeedForward, ...]
+    parts: tuple[Attention | FeedForward | MixtureOfExperts, ...]
     final_norm: Norm
     lm_head: nn.Module
     cosines: Tensor  # [positions, head_dim], float32
@@ -110,12 +132,47 @@ def build_decoder(model: Model, max_model_len: int) -> Decoder:
 
 
 def linear_groups(model: Model) -> list[tuple[nn.Module, ...]]:
-    """Return the linear layers of a supported network but its LM head; those that share an input are together."""
-    return [group for part in _build_parts(model) for group in (part.input_projections, (part.output,))]
+    """Return the linear layers of a supported network but its LM head and experts; those that share an input are
+    together."""
+    parts = [part for part in _build_parts(model) if not isinstance(part, MixtureOfExperts)]
+    return [group for part in parts for group in (part.input_projections, (part.output,))]
 
 
-def _build_parts(model: Model) -> tuple[Attention | FeedForward, ...]:
-    return tuple(_build_part(model.network, part) for block in model.anatomy.blocks for part in block.parts)
+def mixtures(model: Model) -> list[MixtureOfExperts]:
+    """Return the mixtures of experts of a network, in execution order."""
+    mixtures = [_build_mixture(model.network, block) for block in model.anatomy.blocks]
+    return [mixture for mixture in mixtures if mixture is not None]
+
+
+def _build_parts(model: Model) -> tuple[Attention | FeedForward | MixtureOfExperts, ...]:
+    return tuple(part for block in model.anatomy.blocks for part in _build_block(model.network, block))
+
+
+def _build_block(network: Any, block: Block) -> Iterator[Attention | FeedForward | MixtureOfExperts]:
+    yield from (_build_part(network, part) for part in block.parts if part.mixture is None)
+    mixture = _build_mixture(network, block)
+    if mixture is not None:
+        yield mixture
+
+
+def _build_mixture(network: Any, block: Block) -> MixtureOfExperts | None:
+    parts = [part for part in block.parts if part.mixture is not None]
+    if not parts or parts[0].mixture is None:
+        return None
+    router = parts[0].mixture.router
+    experts = []
+    for part in parts:
+        up, gate = (projection.module for projection in part.input_projections)
+        experts.append(ExpertLayers(gate, up, part.output.module))
+    is_mixtral = network.config.model_type == "mixtral"
+    return MixtureOfExperts(
+        norm=Norm.from_module(parts[0].pre_norm),
+        router=router.weight.detach(),
+        top_k=parts[0].mixture.top_k,
+        normalize=is_mixtral or bool(router.norm_topk_prob),
+        weight_dtype=torch.float32 if is_mixtral else router.weight.dtype,
+        experts=tuple(experts),
+    )
 
 
 def _build_part(network: Any, part: Part) -> Attention | FeedForward:
@@ -142,11 +199,19 @@ def _build_part(network: Any, part: Part) -> Attention | FeedForward:
         window=_sliding_window(network, module),
         query_norm=head_norms[0],
         key_norm=head_norms[1],
+        joint_norms=part.fixed,
+        clip=_clip(network, part),
     )
 
 
+def _clip(network: Any, part: Part) -> float | None:
+    if not part.clipped or part.attention is None or part.attention.clip is None:
+        return None
+    return float(getattr(network.config, part.attention.clip))
+
+
 def _sliding_window(network: Any, attention: Any) -> int | None:
-    if network.config.model_type == "mistral":
+    if network.config.model_type in ("mistral", "mixtral"):
         window = network.config.sliding_window
     else:
         window = getattr(attention, "sliding_window", None)

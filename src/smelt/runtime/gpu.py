@@ -21,6 +21,7 @@ from smelt.kernels.gpu.fused_ops import (
     MAX_QUANTIZED_WIDTH,
     add_rms_norm,
     add_rms_norm_quantize,
+    norm_and_clip_qkv,
     silu_and_mul,
     silu_and_mul_quantize,
 )
@@ -35,7 +36,8 @@ from smelt.kernels.gpu.vector import fused_gemv
 from smelt.kernels.lora import LoraTiles
 from smelt.models.lora import StackedFactors
 from smelt.models.quantized import QuantizedLinear, merge_dequantized
-from smelt.runtime.decoder import Attention, Decoder, FeedForward, Norm, merge_linears
+from smelt.runtime.decoder import Attention, Decoder, FeedForward, MixtureOfExperts, Norm, merge_linears
+from smelt.runtime.gpu_experts import FusedExperts
 
 # Queries, keys and values of all heads [tokens, heads * head_dim], before RoPE -> [tokens, heads * head_dim]
 Attend = Callable[[Tensor, Attention], Tensor]
@@ -59,34 +61,42 @@ class FusedNetwork:
         heads = max(part.num_kv_heads for part in network.parts if isinstance(part, Attention))
         self.split_counter = torch.zeros(max_num_seqs * heads, dtype=torch.int32, device=network.embedding.device)
         dtype = network.embedding.dtype
-        self._input_projections = [
-            FusedLinear(part.input_projections, dtype, lora.get(part.input_projections[0])) for part in network.parts
-        ]
-        self._output_projections = [FusedLinear([part.output], dtype, lora.get(part.output)) for part in network.parts]
+        self._layers = [_fuse_part(part, dtype, lora) for part in network.parts]
         self._lm_head = FusedLinear([network.lm_head], dtype)
+        self.has_experts = any(isinstance(layer, FusedExperts) for layer in self._layers)
 
     def kernel_sources(self) -> set[str]:
         """Return the sources of the matmuls of every batch size, for `compile_kernels`."""
-        linears = (*self._input_projections, *self._output_projections, self._lm_head)
+        pairs = [layer for layer in self._layers if isinstance(layer, tuple)]
+        linears = [self._lm_head, *(linear for pair in pairs for linear in pair)]
         products = [product for linear in linears for product in linear.products]
         shapes = {(product.weights.layout, *product.weights.tiles.shape): product for product in products}
         dtype = self.decoder.embedding.dtype
-        return {source for product in shapes.values() for source in product.kernel_sources(dtype)}
+        sources = {source for product in shapes.values() for source in product.kernel_sources(dtype)}
+        for layer in self._layers:
+            sources |= layer.kernel_sources() if isinstance(layer, FusedExperts) else set()
+        return sources
 
     def hidden(
-        self, hidden: Tensor, attend: Attend, tiles: LoraTiles | None = None
+        self, hidden: Tensor, attend: Attend, tiles: LoraTiles | None = None, active: Tensor | None = None
     ) -> Tensor:  # [tokens, width] -> the same
-        """Run all layers in place and return the hidden states before the final norm. `tiles`: tokens with adapters."""
+        """Run all layers in place and return the hidden states before the final norm. `tiles`: tokens with adapters.
+
+        Tokens that are not `active` (bool [tokens]) are padding: no expert is read for them.
+        """
         residual: Tensor | None = None
-        for part, first, second in zip(
-            self.decoder.parts, self._input_projections, self._output_projections, strict=True
-        ):
+        for part, layer in zip(self.decoder.parts, self._layers, strict=True):
             y: Tensor | QuantizedRows
-            if isinstance(part, FeedForward):
+            if isinstance(layer, FusedExperts):
+                layer.add(hidden, residual, active)
+                residual = None
+                continue
+            first, second = layer
+            if isinstance(part, Attention):
+                y = attend(_norm_heads(first.norm_forward(hidden, residual, part.norm, tiles), part), part)
+            else:
                 quant = None if second.is_adapted(tiles) else second.quant
                 y = first.norm_forward_gated(hidden, residual, part.norm, quant, tiles)
-            else:
-                y = attend(first.norm_forward(hidden, residual, part.norm, tiles), part)
             residual = second.forward_add(y, hidden, tiles)
         return hidden if residual is None else add_rms_norm(hidden, residual, None, 0.0)
 
@@ -95,9 +105,26 @@ class FusedNetwork:
 
     def rotary_params(self, part: Attention) -> RotaryParams:
         norms, epsilon = None, 0.0
-        if part.query_norm is not None and part.key_norm is not None:
+        if part.query_norm is not None and part.key_norm is not None and not part.joint_norms:
             norms, epsilon = (part.query_norm.weight, part.key_norm.weight), part.query_norm.epsilon
         return RotaryParams(self.decoder.cosines, self.decoder.sines, norms, epsilon)
+
+
+def _fuse_part(
+    part: Attention | FeedForward | MixtureOfExperts, dtype: torch.dtype, lora: Mapping[nn.Module, StackedFactors]
+) -> tuple[FusedLinear, FusedLinear] | FusedExperts:
+    if isinstance(part, MixtureOfExperts):
+        return FusedExperts(part, dtype)
+    first = FusedLinear(part.input_projections, dtype, lora.get(part.input_projections[0]))
+    return first, FusedLinear([part.output], dtype, lora.get(part.output))
+
+
+def _norm_heads(qkv: Tensor, part: Attention) -> Tensor:
+    """Normalize all heads together, where a network does; other norms of heads are applied with RoPE."""
+    if part.joint_norms and part.query_norm is not None and part.key_norm is not None:
+        norms = part.query_norm, part.key_norm
+        norm_and_clip_qkv(qkv, norms[0].weight, norms[1].weight, norms[0].epsilon, part.clip)
+    return qkv
 
 
 class FusedLinear:

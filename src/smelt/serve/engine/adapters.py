@@ -55,6 +55,11 @@ class Adapters:
         return list(self._factors)
 
     @property
+    def layers(self) -> set[str]:
+        """The paths of the layers that some adapter changes."""
+        return {path for layers in self._factors.values() for path in layers}
+
+    @property
     def max_loras(self) -> int:
         return len(self._slots)
 
@@ -130,7 +135,7 @@ class Adapters:
         network = self._model.network
         self._max_rank = self.max_rank
         paths_by_layer = {module: path for path, module in network.named_modules()}
-        changed = {path for layers in self._factors.values() for path in layers}
+        changed = self.layers
         for group in groups:
             paths = [paths_by_layer[layer] for layer in group]
             if self._any_layer or changed.intersection(paths):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -89,8 +89,20 @@ class _ResolvedConfig:
 
     @property
     def runs_fused(self) -> bool:
-        compiled, device = self.config.compiled, self.model.device.type
-        return compiled and device == "cuda" and decoder.unsupported_reason(self.model) is None
+        return self.config.compiled and self.model.device.type == "cuda" and self.eager_reason is None
+
+    @cached_property
+    def eager_reason(self) -> str | None:
+        """Why the network runs eagerly on a GPU."""
+        if (reason := decoder.unsupported_reason(self.model)) is not None:
+            return reason
+        from smelt.runtime.gpu_experts import unsupported_reason  # needs Triton
+
+        experts = [part for part in self.model.anatomy.parts if part.mixture is not None]
+        projections = [projection for part in experts for projection in (*part.input_projections, part.output)]
+        if self.adapters.layers.intersection(projection.path for projection in projections):
+            return "an adapter changes its experts"
+        return unsupported_reason(self.model)
 
     def num_blocks(self, block_bytes: int, max_blocks: int, device: torch.device, reserved_bytes: int = 0) -> int:
         """Return how many blocks fit into the memory for them, at most what all requests could use."""
@@ -120,6 +132,8 @@ def build(model: Model, config: EngineConfig, adapters: Adapters) -> tuple[Sched
         quantize_lm_head(model.network, get_format(f"{config.lm_head_dtype}/row"))
     resolved = _ResolvedConfig(model, config, adapters, config.resolve_max_model_len(model), dtype)
     cache = config.kv_cache
+    if config.compiled and model.device.type == "cuda" and resolved.eager_reason is not None:
+        log.warning("The network runs eagerly, which is slower than the fused path: %s.", resolved.eager_reason)
     if resolved.runs_fused:
         _dequantize_plain_layers(model)  # before the KV cache takes what memory is left
         if cache.kv_token_cap is None and cache.page_selection is None:  # as other runners run the module

@@ -221,7 +221,7 @@ class GpuRunner:
         slots, seq_lens, token_ids = values[: 3 * size].view(3, size)
         attend = self.pages.decode_attention(slots, seq_lens, self.network, bound)
         embedded = embed(token_ids, slots, self._last_tokens, self.network.decoder.embedding)
-        hidden = self.network.hidden(embedded, attend, _split_tiles(values[3 * size :], size))
+        hidden = self.network.hidden(embedded, attend, _split_tiles(values[3 * size :], size), self._active(slots))
         logits = self.network.logits(hidden)
         return argmax_tokens(logits, slots, self._last_tokens), logits
 
@@ -271,9 +271,13 @@ class GpuRunner:
         assert isinstance(self.pages, PagedGpuPages)
         attend = self.pages.prefill_attention(inputs, self.network)
         embedded = embed(inputs.token_ids, inputs.slots, self._last_tokens, self.network.decoder.embedding)
-        hidden = self.network.hidden(embedded, attend, _split_tiles(rest, size))
+        hidden = self.network.hidden(embedded, attend, _split_tiles(rest, size), self._active(inputs.slots))
         logits = self.network.logits(hidden[inputs.logits_rows])
         return argmax_tokens(logits, inputs.logits_slots, self._last_tokens), logits
+
+    def _active(self, slots: Tensor) -> Tensor | None:
+        """Return which tokens are not padding, if the network has experts, which need to know."""
+        return slots != self.max_num_seqs if self.network.has_experts else None
 
     def _run_mixed(self, chunks: list[ScheduledChunk], requests: list[Request]) -> SamplerOutput | None:
         """Run a step with prompt chunks, behind decode tokens if any."""

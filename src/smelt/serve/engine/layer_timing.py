@@ -1,8 +1,9 @@
 """Time linear layers as the engine runs them for a workload: quantized against unquantized ones, or several widths.
 
 Layers that share an input are merged where the engine merges them. They run compiled on CPU, in a CUDA graph on a GPU,
-and as modules where the network is not compiled. Their weights are random, because speed depends on shapes and formats
-only, and enough copies of them run in turn to exceed the caches: in a model, each layer comes from memory.
+and as modules where the network is not compiled. Experts of a mixture run as one grouped product on a GPU. Weights are
+random, because speed depends on shapes and formats only, and enough copies of them run in turn to exceed the caches: in
+a model, each layer comes from memory.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class LayerTimer:
 
     def _seconds(self, specs: Sequence[LinearGroupSpec]) -> list[float]:
         """Return the time of each group of layers over all steps of the workload."""
-        made = [self._prepare(random_layers(spec, self._dtype, self.device), spec.fused_input) for spec in specs]
+        made = [self._prepare(random_layers(spec, self._dtype, self.device), spec) for spec in specs]
         totals = [0.0] * len(specs)
         for tokens, count in self.steps.items():
             shares = [max(1, round(tokens * spec.token_share)) for spec in specs]
@@ -75,13 +76,15 @@ class LayerTimer:
                 totals[index] += count * seconds / sizes[index]
         return totals
 
-    def _prepare(self, layers: Layers, fused_input: bool) -> tuple[int, MakeCall]:
+    def _prepare(self, layers: Layers, spec: LinearGroupSpec) -> tuple[int, MakeCall]:
         """Return the number of copies of the layers, and what makes a call that runs some of them."""
         size = sum(tensor.nbytes for layer in layers for tensor in (*layer.parameters(), *layer.buffers()))
         number = min(MAX_COPIES, math.ceil(CACHE_BYTES[self.device.type] / size))
         copies = [copy.deepcopy(layers) for _ in range(number)]
+        if self._compiled and self.device.type == "cuda" and spec.token_share < 1.0:
+            return len(copies), _expert_calls(copies, self._dtype, self.device)
         if self._compiled and self.device.type == "cuda":
-            return len(copies), _graph_calls(copies, self._dtype, fused_input)
+            return len(copies), _graph_calls(copies, self._dtype, spec.fused_input)
         if self._compiled and all(map(cpu.has_kernel, layers)):
             dtype = torch.bfloat16 if self._dtype == torch.bfloat16 else torch.float32
             return len(copies), lambda tokens, count: cpu.linear_program(copies[:count], tokens, dtype)
@@ -156,6 +159,18 @@ def _graph_calls(copies: Sequence[Layers], dtype: torch.dtype, fused_input: bool
 
     linears = [FusedLinear(layers, dtype) for layers in copies]
     return lambda tokens, count: linear_graph(linears[:count], tokens, fused_input)
+
+
+def _expert_calls(copies: Sequence[Layers], dtype: torch.dtype, device: torch.device) -> MakeCall:
+    """Run the copies as the experts of a mixture, if there is a grouped kernel."""
+    from smelt.runtime.gpu_experts import experts_graph, stack_linears, unstackable_reason  # needs Triton
+
+    dequantize_without_kernel(nn.ModuleList(nn.ModuleList(layers) for layers in copies), dtype)
+    if unstackable_reason(copies, dtype) is not None:
+        return _module_calls(copies, dtype, device)
+    width: int = copies[0][0].in_features  # type: ignore[assignment]
+    product = stack_linears(copies, dtype)
+    return lambda tokens, count: experts_graph(product, width, count, tokens, dtype)
 
 
 def _module_calls(copies: Sequence[Layers], dtype: torch.dtype, device: torch.device) -> MakeCall:

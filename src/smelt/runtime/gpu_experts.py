@@ -1,0 +1,227 @@
+"""Mixtures of experts of the fused GPU network: layers of all experts stacked, everything else on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from smelt.kernels.dispatch import forced_backend
+from smelt.kernels.gpu import grouped, hopper_layout
+from smelt.kernels.gpu.activations import QuantizedRows
+from smelt.kernels.gpu.experts import Routing, combine, gather_rows, route
+from smelt.kernels.gpu.fused_ops import MAX_QUANTIZED_WIDTH, add_rms_norm, silu_and_mul, silu_and_mul_quantize
+from smelt.kernels.gpu.grouped import GroupedDense, GroupedLinear, GroupedPacked, choose_tile_size
+from smelt.kernels.gpu.hopper_grouped import GroupedHopper
+from smelt.kernels.gpu.hopper_linear import HopperLinear, layout_for
+from smelt.kernels.gpu.vector import fused_gemv
+from smelt.kernels.linear import ActivationQuant
+from smelt.models.model import Model
+from smelt.models.quantized import DEQUANTIZED, QuantizedLinear, lacks_kernel
+from smelt.runtime import decoder
+from smelt.runtime.decoder import MixtureOfExperts
+
+MAX_TOKENS = 2**14  # of a step whose kernels are compiled before they are needed
+Experts = Sequence[Sequence[nn.Module]]  # layers with the same input, of each expert
+
+
+class FusedExperts:
+    """A mixture of experts: norm, router, top-k, and two grouped GEMMs with a gate between them."""
+
+    def __init__(self, part: MixtureOfExperts, dtype: torch.dtype) -> None:
+        self.part, self.dtype = part, dtype
+        self.gate_up = stack_linears([(expert.gate, expert.up) for expert in part.experts], dtype)
+        self.output = stack_linears([(expert.output,) for expert in part.experts], dtype)
+        sizes = set(self.gate_up.tile_sizes) & set(self.output.tile_sizes)
+        self._tile_sizes = sorted(sizes)
+
+    def add(self, hidden: Tensor, residual: Tensor | None, active: Tensor | None) -> None:
+        """Add `residual` to the hidden states [tokens, width], then the output of the mixture, both in place."""
+        x = add_rms_norm(hidden, residual, self.part.norm.weight, self.part.norm.epsilon)
+        routing = self.route(x, active)
+        shared = len(x) == 1 and self.gate_up.quant is None
+        inputs = x if shared else gather_rows(x, routing, self.gate_up.quant)
+        gate_up = self.gate_up(inputs, routing, shared=shared)
+        combine(self.output(self._gate(gate_up, routing), routing), routing, hidden)
+
+    def route(self, x: Tensor, active: Tensor | None) -> Routing:
+        part = self.part
+        logits = fused_gemv(x, part.router) if len(x) == 1 else F.linear(x, part.router)
+        return route(
+            logits, part.top_k, normalize=part.normalize, weight_dtype=part.weight_dtype,
+            tile_size=self.tile_size(len(x)), active=active,
+        )  # fmt: skip
+
+    def tile_size(self, num_tokens: int) -> int:
+        return choose_tile_size(num_tokens, self.part.top_k, len(self.part.experts), self._tile_sizes)
+
+    def _gate(self, gate_up: Tensor, routing: Routing) -> Tensor | QuantizedRows:
+        quant = self.output.quant
+        if quant is None:
+            return silu_and_mul(gate_up)
+        return silu_and_mul_quantize(gate_up, quant, None if quant.static_scale is None else routing.row_experts)
+
+    def kernel_sources(self) -> set[str]:
+        """Return the sources of the CUDA kernels of every number of tokens."""
+        counts = [2**power for power in range(MAX_TOKENS.bit_length())]
+        products = (self.gate_up, self.output)
+        return {
+            source
+            for product in products
+            for tokens in counts
+            for source in product.kernel_sources(tokens, self.part.top_k, self.tile_size(tokens), self.dtype)
+        }
+
+
+def unsupported_reason(model: Model) -> str | None:
+    """Return why a network cannot run fused on its GPU, or None if it can."""
+    if (reason := decoder.unsupported_reason(model)) is not None:
+        return reason
+    for mixture in decoder.mixtures(model):
+        for experts in (
+            [(each.gate, each.up) for each in mixture.experts],
+            [(each.output,) for each in mixture.experts],
+        ):
+            if (reason := unstackable_reason(experts, model.network.dtype)) is not None:
+                return reason
+    return None
+
+
+def unstackable_reason(experts: Experts, dtype: torch.dtype) -> str | None:
+    """Return why the layers of experts have no grouped kernel, or None if they have one."""
+    layers: list[Any] = [layer for expert in experts for layer in expert]
+    if any(layer.bias is not None for layer in layers):
+        return "an expert has biases"
+    if all(type(layer) is nn.Linear for layer in layers):
+        return None
+    first = layers[0]
+    if not all(isinstance(layer, QuantizedLinear) and layer.scheme == first.scheme for layer in layers):
+        return "the experts of a layer differ in format"
+    if first.scheme.rank or first.scheme.hadamard or any(layer.round_inputs is not None for layer in layers):
+        return "an expert has low-rank factors or rotated inputs"
+    if all(layer.backend == DEQUANTIZED or lacks_kernel(layer, dtype) for layer in layers):  # then it is, or will be
+        return None if first.scheme.inputs is None else "the format of its experts has no kernel on this device"
+    if any(layer.moved for layer in layers):
+        return "an engine has rearranged the weights of its experts"
+    if len({tuple((layer.out_features, layer.in_features) for layer in expert) for expert in experts}) > 1:
+        return "the quantized experts of a layer differ in width"
+    if first.scheme.static and not all(_share_scale(expert) for expert in experts):
+        return "the layers of an expert differ in the scale of their inputs"
+    if first.inputs is not None and first.in_features > MAX_QUANTIZED_WIDTH:
+        return "its layers are too wide to quantize their inputs"
+    if _fits_hopper(experts[0], dtype) or grouped.supports(first.packed, first.inputs, dtype):
+        return None
+    return "the format of its experts has no grouped kernel on this device"
+
+
+def _share_scale(layers: Sequence[Any]) -> bool:
+    return all(torch.equal(layer.input_scale, layers[0].input_scale) for layer in layers)
+
+
+def _fits_hopper(layers: Sequence[Any], dtype: torch.dtype) -> bool:
+    if forced_backend() is not None or any(layer.out_features % hopper_layout.TILE_ROWS for layer in layers[:-1]):
+        return False
+    return layout_for(layers[0].packed, layers[0].inputs, dtype) is not None
+
+
+def stack_linears(experts: Experts, dtype: torch.dtype) -> GroupedLinear:
+    """Stack the layers of experts, which share the memory from then on."""
+    first: Any = experts[0][0]
+    if not isinstance(first, QuantizedLinear) or first.moved:
+        return GroupedDense(_stack_dense(experts))
+    inputs = _static_scales(experts, first.inputs)
+    packed = [[layer.packed for layer in expert if isinstance(layer, QuantizedLinear)] for expert in experts]
+    if forced_backend() is None and (product := GroupedHopper.stack(packed, inputs, dtype)) is not None:
+        for index, expert in enumerate(experts):
+            _move_to_hopper(expert, HopperLinear(product.expert(index), first.inputs))
+        return product
+    stacked = GroupedPacked.stack(packed, inputs, dtype)
+    assert stacked is not None, "unsupported_reason has found a kernel"
+    _share_packed(experts, stacked)
+    return stacked
+
+
+def experts_graph(
+    product: GroupedLinear, columns: int, experts: int, tokens: int, dtype: torch.dtype
+) -> Callable[[], None]:
+    """Capture a grouped GEMM alone in a CUDA graph, to time it; return a call that runs it for the first `experts`,
+    each with as many tokens. The inputs are quantized outside of the graph."""
+    index = torch.arange(experts, device="cuda").repeat_interleave(tokens)
+    logits = F.one_hot(index, experts).to(dtype)
+    size = choose_tile_size(len(index), 1, experts, product.tile_sizes)
+    routing = route(logits, 1, normalize=True, weight_dtype=torch.float32, tile_size=size)
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(len(index), columns, generator=generator, device="cuda").to(dtype)
+    inputs = gather_rows(x, routing, product.quant)
+    product(inputs, routing)  # compile before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        product(inputs, routing)
+    return partial(_replay, graph, inputs, routing)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, *inputs: object) -> None:
+    """Replay a graph; the caller's reference keeps its inputs alive."""
+    graph.replay()
+
+
+def _static_scales(experts: Experts, inputs: ActivationQuant | None) -> ActivationQuant | None:
+    """Collect the static input scales of experts, and one for padding."""
+    if inputs is None or inputs.scale is None:
+        return inputs
+    scales = [expert[0].input_scale.reshape(1) for expert in experts]  # type: ignore[operator]
+    return replace(inputs, scale=torch.cat([*scales, torch.ones_like(scales[0])]))
+
+
+def _move_to_hopper(layers: Sequence[Any], product: HopperLinear) -> None:
+    start = 0
+    for layer in layers:
+        layer.move_weights(replace(product, inputs=layer.inputs), slice(start, start + layer.out_features), "hopper")
+        start += layer.out_features
+
+
+def _share_packed(experts: Experts, stacked: GroupedPacked) -> None:
+    """Replace the tensors of layers by views of the stacked ones, where they have a row for each of theirs."""
+    start = 0
+    for layer in (layer for expert in experts for layer in expert):
+        assert isinstance(layer, QuantizedLinear)
+        stop = start + layer.out_features
+        for name in ("codes", "scale", "zero", "negative"):
+            tensor, whole = getattr(layer, name, None), getattr(stacked.stacked, name)
+            if tensor is not None and len(tensor) == layer.out_features:
+                setattr(layer, name, whole[start:stop].view(tensor.dtype))
+        start = stop
+
+
+def _stack_dense(experts: Experts) -> Tensor:  # [experts, rows, columns]
+    """Stack plain or dequantized weights; experts that lost channels are padded with zeros to the widest one."""
+    weights = [[_weight(layer) for layer in expert] for expert in experts]
+    parts = [max(len(weight) for weight in part) for part in zip(*weights, strict=True)]
+    columns = max(weight.shape[1] for part in weights for weight in part)
+    stacked = weights[0][0].new_zeros(len(experts), sum(parts), columns)
+    for index, expert in enumerate(experts):
+        start = 0
+        for layer, weight, size in zip(expert, weights[index], parts, strict=True):
+            view = stacked[index, start : start + len(weight), : weight.shape[1]]
+            view.copy_(weight)
+            _share_weight(layer, view)
+            start += size
+    return stacked
+
+
+def _weight(layer: Any) -> Tensor:
+    weight: Tensor = layer.dequantized_weight if isinstance(layer, QuantizedLinear) else layer.weight.detach()
+    return weight
+
+
+def _share_weight(layer: Any, view: Tensor) -> None:
+    if isinstance(layer, QuantizedLinear):
+        layer.share_dequantized_weight(view)
+    else:
+        layer.weight.data = view
