@@ -143,6 +143,7 @@ def test_views(kind: str) -> None:
     check(kind, seen(block, lambda tensor: tensor.T.contiguous().T))
     check(kind, seen(block, lambda tensor: tensor[16:40, 16:40]))
     check(kind, seen(block, lambda tensor: tensor[:40:2, :40:2]))
+    check(kind, seen(block, lambda tensor: tensor.T.contiguous().T[:40:2, :20]))
     weight, factor, *qparams = block
     check(kind, (weight, factor, *seen(qparams, lambda tensor: tensor[:1, :1].expand(40, 64))))
 

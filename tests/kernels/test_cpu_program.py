@@ -25,11 +25,11 @@ def library(request: pytest.FixtureRequest) -> Any:
     return built
 
 
-def run(program: Program, tokens: int) -> None:
+def run(program: Program, tokens: int, positions: torch.Tensor | None = None) -> None:
     nothing = torch.zeros(1, dtype=torch.int32)
     pages = AttentionMetadata(nothing, nothing[:0], nothing[:0, None], torch.zeros(tokens, dtype=torch.int64))
     ids = torch.arange(tokens)
-    program.run(ids, ids, torch.zeros(0, dtype=torch.int64), pages)
+    program.run(ids, ids if positions is None else positions, torch.zeros(0, dtype=torch.int64), pages)
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16, torch.float16])
@@ -74,6 +74,37 @@ def test_norm_and_gate(dtype: torch.dtype, width: int, library: Any) -> None:
     assert torch.allclose(y.float(), expected, **tolerance)
     wide = gate_up.float()
     assert torch.allclose(gated.float(), torch.nn.functional.silu(wide[:, :width]) * wide[:, width:], **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [8, 24, 64])
+def test_rope(dtype: torch.dtype, head_dim: int, library: Any) -> None:
+    """In place, in two heads of rows that are wider, at positions in any order."""
+    torch.manual_seed(4)
+    x, cosines, sines = torch.randn(5, 2 * head_dim + 7).to(dtype), *torch.randn(2, 30, head_dim)
+    heads, positions = x[:, : 2 * head_dim].double().view(5, 2, head_dim), torch.tensor([17, 0, 29, 3, 3])
+    turned = torch.cat([-heads[..., head_dim // 2 :], heads[..., : head_dim // 2]], dim=-1)
+    expected = heads * cosines[positions][:, None] + turned * sines[positions][:, None]
+    rest, program = x[:, 2 * head_dim :].clone(), Program(library)
+    operand = {"x": x, "y": x, "dtype": dtype, "x_stride": x.stride(0), "count": 2, "width": head_dim}
+    program.add(compiled.ROPE, **operand, weight=cosines, other=sines)
+    run(program, 5, positions)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert torch.allclose(x[:, : 2 * head_dim].double().view(5, 2, head_dim), expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(x[:, 2 * head_dim :], rest)
+
+
+@pytest.mark.parametrize("head_dim", [8, 32, 128])
+def test_hadamard(head_dim: int, library: Any) -> None:
+    torch.manual_seed(5)
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < head_dim:
+        matrix = torch.cat([torch.cat([matrix, matrix]), torch.cat([matrix, -matrix])], dim=1)
+    x = torch.randn(3, 2, head_dim)
+    expected, program = x.double() @ matrix / head_dim**0.5, Program(library)
+    program.add(compiled.HADAMARD, x=x, y=x, dtype=x.dtype, x_stride=2 * head_dim, count=2, width=head_dim)
+    run(program, 3)
+    assert torch.allclose(x.double(), expected, atol=1e-5)
 
 
 def test_exponentials_far_from_zero(library: Any) -> None:
