@@ -41,8 +41,8 @@ __device__ __forceinline__ void unpack(u32& first, u32& second, const u32 (&word
     const u32 word = words[step], magnitudes = word & 0x77777777u;
     const u32 low = permute(0x06040200u, 0x18100C08u, word) + permute(0x090A0B0Cu, 0x00040608u, magnitudes);
     const u32 high = permute(0x06040200u, 0x18100C08u, word >> 16) + permute(0x090A0B0Cu, 0x00040608u, magnitudes >> 16);
-    first = (low & 0x00FF00FFu) | ((high << 8) & 0xFF00FF00u);
-    second = ((low >> 8) & 0x00FF00FFu) | (high & 0xFF00FF00u);
+    first = permute(low, high, 0x6420);
+    second = permute(low, high, 0x7531);
 #elif BITS == 8
     first = __byte_perm(words[2 * step], words[2 * step + 1], 0x5410);
     second = __byte_perm(words[2 * step], words[2 * step + 1], 0x7632);
@@ -144,7 +144,7 @@ __device__ __forceinline__ void store_fixed_point(const float (&values)[4], u8* 
         fixed[i] = __float2int_rn(values[i] * inverse);
         rounded[i] = fixed[i] + 128;  // the low byte is signed
     }
-    constexpr int SECOND = BITS == 8 || FORMAT == FORMAT_E2M1 ? 1 : 2, THIRD = 3 - SECOND;  // as `unpack` orders codes
+    constexpr int SECOND = BITS == 8 ? 1 : 2, THIRD = 3 - SECOND;  // as `unpack` orders codes
     *(u32*)(bytes + 4 * lane) = gather_bytes(rounded[0], rounded[SECOND], rounded[THIRD], rounded[3], 1);
     *(u32*)(bytes + stride + 4 * lane) = gather_bytes(fixed[0], fixed[SECOND], fixed[THIRD], fixed[3], 0);
     int total = fixed[0] + fixed[1] + fixed[2] + fixed[3];
