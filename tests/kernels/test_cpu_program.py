@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -131,6 +133,23 @@ def test_attention(dtype: torch.dtype, head_dim: int, window: int | None, librar
     actual = attention(library, queries, keys, values, metadata, 0.2, window)
     expected = paged_attention_reference(queries.float(), keys.float(), values.float(), metadata, 0.2, window)
     assert torch.allclose(actual.float(), expected, atol=1e-5 if dtype == torch.float32 else 2e-2)
+
+
+CROSSING = """
+import torch
+from smelt.kernels.attention_metadata import AttentionMetadata
+from smelt.kernels.cpu.build import load_library
+from smelt.kernels.cpu.program import attention
+queries, pages = torch.randn(16, 1, 32), torch.randn(17, 16, 1, 32)
+starts, lengths = torch.tensor([0, 16], dtype=torch.int32), torch.tensor([257], dtype=torch.int32)
+metadata = AttentionMetadata(starts, lengths, torch.arange(17, dtype=torch.int32)[None], torch.zeros(16).long())
+attention(load_library(), queries, pages, pages, metadata, 0.2)
+"""
+
+
+def test_queries_on_both_sides_of_a_span_stay_in_their_buffers() -> None:
+    """In a process of its own: glibc finds the heap damaged when the process frees it."""
+    subprocess.run([sys.executable, "-c", CROSSING], check=True, capture_output=True)
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "int4"])

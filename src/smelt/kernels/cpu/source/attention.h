@@ -114,11 +114,12 @@ inline void score_keys(
         }
 }
 
-// Convert the scores of one query to softmax weights; keys low..high of the span are visible, others get 0.
+// Convert the scores of one query to softmax weights; keys low..high of the span are visible, others get 0. The visible
+// ones of a query may all be before the span, or behind it.
 inline void softmax_weights(float* scores, int64_t keys, int64_t low, int64_t high, Partial& out) {
     const int64_t padded = round_up(keys, LANES);
-    for (int64_t key = 0; key < low; ++key) scores[key] = -INFINITY;
-    for (int64_t key = high; key < padded; ++key) scores[key] = -INFINITY;
+    for (int64_t key = 0; key < std::min(low, padded); ++key) scores[key] = -INFINITY;
+    for (int64_t key = std::max(high, int64_t(0)); key < padded; ++key) scores[key] = -INFINITY;
     F32x16 max_scores = broadcast(-INFINITY), sum = zero<float>();
     for (int64_t key = 0; key < padded; key += LANES) max_scores = max(max_scores, load(scores + key));
     out.max_score = reduce_max(max_scores);
