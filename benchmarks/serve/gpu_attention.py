@@ -1,6 +1,6 @@
 """Attention over pages on one GPU: prompts and decode, with every dtype of the KV cache.
 
-    PYTHONPATH=src:benchmarks python benchmarks/serve/gpu_attention.py
+    PYTHONPATH=src:benchmarks python benchmarks/serve/gpu_attention.py [--prompts 1] [--decodes 2] [--name NAME]
 
 The heads of Llama 8B (32 query heads, 8 KV heads, head_dim 128), bf16, random values, pages of 16 tokens in random
 order. Times are of calls inside a CUDA graph, of one layer. On Hopper GPUs the engine takes the CUDA kernels where they
@@ -10,6 +10,7 @@ the new token. Prompts with a quantized KV cache include dequantizing it.
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import torch
@@ -35,14 +36,19 @@ Row = dict[str, Any]
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="only so many of the prompts")
+    parser.add_argument("--decodes", type=int, default=len(DECODES), help="only so many of the decodes")
+    parser.add_argument("--name", default="serve_gpu_attention", help="name of the results")
+    options = parser.parse_args()
     torch.manual_seed(SEED)
     bandwidth = copy_bandwidth()
     rows: list[Row] = []
-    for prompt in PROMPTS:
+    for prompt in PROMPTS[: options.prompts]:
         rows += measure_prompts(*prompt)
-    for decode in DECODES:
+    for decode in DECODES[: options.decodes]:
         rows += measure_decode(*decode, bandwidth)
-    write("serve_gpu_attention", rows, text(rows, bandwidth))
+    write(options.name, rows, text(rows, bandwidth))
 
 
 def random_pages(blocks: int, kv_quant: KVQuantFormat | None) -> Tensor:

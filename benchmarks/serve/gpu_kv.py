@@ -1,7 +1,7 @@
 """A compressed KV cache on one GPU: Llama 8B shape with random weights, long prompts, against plain pages.
 
     PYTHONPATH=src:benchmarks python benchmarks/serve/gpu_kv.py [--prompt 32768] [--requests 64] [--cache-gb 64]
-        [--kv-types int8 fp8 int4]
+        [--kv-types int8 fp8 int4 int3] [--layers 8]
 
 Each engine gets the same KV cache memory and the same requests, all at once. The profile is synthetic: a tenth of the
 heads keeps nearly everything, the others little, 25% in total; with random weights all heads would keep the same. Time
@@ -35,6 +35,8 @@ def main() -> None:
     bandwidth = copy_bandwidth()
     rows: list[dict[str, Any]] = []
     network = random_network("8b")
+    network.model.layers = network.model.layers[: options.layers]
+    network.config.num_hidden_layers = options.layers
     network.config.max_position_embeddings = options.prompt + max(options.answers) + 8
     engines: dict[str, dict[str, Any]] = {
         "head clusters, keep 25 %": {"kv_profile": profile(0.25)},
@@ -85,6 +87,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--kv-types", nargs="+", choices=KV_QUANT_DTYPES, default=[], help="also measure these KV cache dtypes"
     )
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of the network; profiles need all of them")
     parser.add_argument("--name", default="serve_gpu_kv", help="name of the results")
     return parser.parse_args()
 
@@ -119,9 +122,9 @@ def prompts(count: int, length: int) -> list[list[int]]:
 def _text(rows: list[dict[str, Any]], options: argparse.Namespace, bandwidth: float) -> str:
     return (
         "# A compressed KV cache on one GPU\n\n"
-        f"Llama 8B shape, random bfloat16 weights, prompts of {options.prompt:,} tokens, {options.cache_gb:g} GB of "
-        f"KV cache, chunks of {options.chunk:,}; copy bandwidth {bandwidth / 1e12:.2f} TB/s. One run; engines "
-        "are warmed up before they are timed, as a server does before it reports ready.\n\n"
+        f"Llama 8B shape, {options.layers} layers, random bfloat16 weights, prompts of {options.prompt:,} tokens, "
+        f"{options.cache_gb:g} GB of KV cache, chunks of {options.chunk:,}; copy bandwidth {bandwidth / 1e12:.2f} "
+        "TB/s. One run; engines are warmed up before they are timed, as a server does before it reports ready.\n\n"
         + table([*run_headings(), "kernels compiled during the run"], [_cells(row) for row in rows])
         + "\n"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from smelt.kernels.attention_metadata import AttentionMetadata, LayerKVPages
 from smelt.kernels.cpu import program as compiled
 from smelt.kernels.cpu.program import Program, attention, can_run
-from smelt.kernels.kv_quant import KVQuantFormat
+from smelt.kernels.kv_quant import KV_QUANT_DTYPES, KVQuantFormat
 from smelt.kernels.paged import paged_attention_reference
 from tests.kernels.instruction_sets import MACHINES, NEEDS_COMPILER, library_for
 
@@ -152,21 +153,21 @@ def test_queries_on_both_sides_of_a_span_stay_in_their_buffers() -> None:
     subprocess.run([sys.executable, "-c", CROSSING], check=True, capture_output=True)
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8", "int4"])
-def test_quantized_kv_rows(name: str, library: Any) -> None:
+@pytest.mark.parametrize(("name", "head_dim"), [*itertools.product(KV_QUANT_DTYPES, [64]), ("int3", 24), ("int3", 80)])
+def test_quantized_kv_rows(name: str, head_dim: int, library: Any) -> None:
     """The rows that a program stores, and attention over them."""
     torch.manual_seed(3)
-    kv_quant = KVQuantFormat(name, 64)
-    keys, values = torch.randn(40, 2, 64), torch.randn(40, 2, 64)
+    kv_quant = KVQuantFormat(name, head_dim)
+    keys, values = torch.randn(40, 2, head_dim), torch.randn(40, 2, head_dim)
     pages = [torch.zeros(3, 16, 2, kv_quant.row_bytes, dtype=torch.uint8) for _ in range(2)]
     layer = LayerKVPages(*pages, num_kv_heads=2, kv_quant=kv_quant)
-    queries, results = torch.randn(40, 4, 64), torch.empty(40, 4, 64)
+    queries, results = torch.randn(40, 4, head_dim), torch.empty(40, 4, head_dim)
     program = Program(library)
-    params = program.attention(queries, 256, layer, results, heads=4, scale=0.2, window=None)
+    params = program.attention(queries, 4 * head_dim, layer, results, heads=4, scale=0.2, window=None)
     for x, y in ((keys, pages[0]), (values, pages[1])):
         program.add(
-            compiled.STORE_KV, x=x, dtype=torch.float32, x_stride=128, y=y, weight_type=params.page_type, width=128,
-            params=params,
+            compiled.STORE_KV, x=x, dtype=torch.float32, x_stride=2 * head_dim, y=y, weight_type=params.page_type,
+            width=2 * head_dim, params=params,
         )  # fmt: skip
     program.add(compiled.ATTENTION, params=params)
     positions = torch.arange(40)

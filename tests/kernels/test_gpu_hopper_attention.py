@@ -20,7 +20,7 @@ from smelt.kernels.gpu.paged import DecodeMetadata, QueryTiles
 from smelt.kernels.gpu.prefill import PageList, PrefillAttention, query_tiles
 from smelt.kernels.gpu.rope import RotaryParams
 from smelt.kernels.gpu.rows import dequantize_pages
-from smelt.kernels.kv_quant import FP8, INT4, KV_QUANT_DTYPES, KVQuantFormat
+from smelt.kernels.kv_quant import FP8, INT3, INT4, KV_QUANT_DTYPES, KVQuantFormat
 from smelt.kernels.paged import paged_attention_reference
 from smelt.kernels.rope import apply_rope
 from smelt.models.model import Model
@@ -65,6 +65,8 @@ def test_all_kernels_compile(tmp_path: object, monkeypatch: pytest.MonkeyPatch) 
         assert tiles.shared_bytes(head_dim) <= 227 * 1024
     for name, head_dim, kv_heads in itertools.product(KV_QUANT_DTYPES, (64, 128), (2, 8, 32)):
         kv_quant = KVQuantFormat.for_head_dim(name, head_dim)
+        if head_dim not in hopper_attention.decode_head_dims(kv_quant):
+            continue
         source = hopper_attention.decode_source(kv_quant, BF16, 4, kv_heads, 16)
         assert nvrtc.compile_to_cubin(source, "hopper_decode", "sm_90a")
     for tiles_few, head_dim, norm in itertools.product((FewTiles(4, 8), FewTiles(1, 1)), (64, 128), (True, False)):
@@ -189,6 +191,9 @@ def test_decode_equals_the_reference(case: Any, kv_cache_dtype: str) -> None:
     ones, context = [1] * len(seq_lens), [max(length - 1, 0) for length in seq_lens]
     queries, keys, values, metadata = random_batch(ones, context, kv_heads, head_dim, block_size, dtype, heads)
     kv_quant = KVQuantFormat.for_head_dim(kv_cache_dtype, head_dim)
+    if head_dim not in hopper_attention.decode_head_dims(kv_quant):
+        assert not hopper_attention.supports_decode(kv_quant, queries.flatten(1), heads, kv_heads, block_size, 10**6)
+        return
     unused = keys[..., 0].isnan()
     clean = [kv_quant.quantize(x.nan_to_num().float()) for x in (keys, values)]
     pages = [x.clone() for x in clean]
@@ -209,15 +214,15 @@ def test_decode_equals_the_reference(case: Any, kv_cache_dtype: str) -> None:
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("kv_cache_dtype", [None, FP8, INT4])
+@pytest.mark.parametrize(("kv_cache_dtype", "head_dim"), [(None, 64), (FP8, 64), (INT4, 64), (INT3, 128)])
 def test_an_engine_gives_the_tokens_of_the_other_kernels(
-    kv_cache_dtype: str | None, monkeypatch: pytest.MonkeyPatch
+    kv_cache_dtype: str | None, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long prompts in chunks, then 16 streams: with these kernels and without."""
     torch.manual_seed(3)
     config = LlamaConfig(
         hidden_size=512, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
-        vocab_size=512, max_position_embeddings=8192,
+        head_dim=head_dim, vocab_size=512, max_position_embeddings=8192,
     )  # fmt: skip
     network = LlamaForCausalLM(config).to("cuda", BF16).eval()
     prompts = [torch.randint(512, (length,)).tolist() for length in range(100, 1700, 100)]

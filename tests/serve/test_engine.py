@@ -399,7 +399,7 @@ def test_settings_are_checked_before_weights_are_loaded(tmp_path: Path, monkeypa
     monkeypatch.setattr("smelt.serve.engine.engine.load", lambda *_, **__: pytest.fail("weights were loaded"))
     for settings, error in (
         ({"max_model_len": 1000}, RequestError),
-        ({"kv_cache_dtype": "int3"}, ConfigError),
+        ({"kv_cache_dtype": "int2"}, ConfigError),
         ({"kv_profile": str(tmp_path / "none.json")}, SmeltError),
         ({"kv_token_cap": 512, "page_selection": {}}, ConfigError),
         ({"kv_offload": {}}, ConfigError),

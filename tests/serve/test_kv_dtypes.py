@@ -19,7 +19,7 @@ from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.kernels.cpu.build import load_library
 from smelt.kernels.cpu.program import can_run
 from smelt.kernels.dispatch import CPU
-from smelt.kernels.kv_quant import FP8, INT4, INT8, KV_QUANT_DTYPES, KVQuantFormat, quantize_qkv
+from smelt.kernels.kv_quant import CLIP, FP8, INT3, INT4, INT8, KV_QUANT_DTYPES, KVQuantFormat, quantize_qkv
 from smelt.kernels.paged import paged_attention, paged_attention_reference, store_kv
 from smelt.kvcache.selection.config import SparseAttentionConfig
 from smelt.kvcache.selection.page_cache import OffloadConfig
@@ -42,7 +42,8 @@ from tests.trained import sentences, trained_llama
 SAME = {
     INT8: KVCacheFormat("int8"),
     FP8: KVCacheFormat("fp8-e4m3"),
-    INT4: KVCacheFormat("int4-asym/row@float16", rotate_keys=True),
+    INT4: KVCacheFormat("int4-asym/row@float16", None, CLIP[INT4], rotate_keys=True, rotate_values=True),
+    INT3: KVCacheFormat("int3-asym/row@float16", None, CLIP[INT3], rotate_keys=True, rotate_values=True),
 }
 with_program = pytest.mark.skipif(
     (library := load_library()) is None or not can_run(library), reason="no compiled library on this machine"
@@ -93,7 +94,7 @@ def test_tokens_match_a_cache_in_the_same_format(llama: PreTrainedModel, kv_cach
     engine = engine_of(llama, kv_cache_dtype, compiled=compiled)
     expected = [by_transformers(llama, prompt, SAME[kv_cache_dtype]) for prompt in prompts(4)]
     assert same(answers(engine, prompts(4)), expected)
-    if kv_cache_dtype == INT4 and compiled:  # and differ from an unquantized cache
+    if kv_cache_dtype in (INT4, INT3) and compiled:  # and differ from an unquantized cache
         caches = (SAME[kv_cache_dtype], KVCacheFormat())
         packed_ones, plain_ones = ([by_transformers(llama, prompt, kv) for prompt in prompts(24)] for kv in caches)
         assert packed_ones != plain_ones
@@ -152,7 +153,8 @@ def test_heads_that_keep_little(llama: PreTrainedModel, kv_cache_dtype: str) -> 
     expected = answers(engine_of(llama, None, kv_profile=retention(0.4), enable_prefix_caching=False), texts)
     engine = engine_of(llama, kv_cache_dtype, kv_profile=retention(0.4))
     actual = answers_without_a_check(engine, texts)
-    assert sum(a[:4] == b[:4] for a, b in zip(actual, expected, strict=True)) >= (2 if kv_cache_dtype == INT4 else 3)
+    same_start = sum(a[:4] == b[:4] for a, b in zip(actual, expected, strict=True))
+    assert same_start >= (2 if kv_cache_dtype in (INT4, INT3) else 3)
     assert isinstance(engine.scheduler.cache_manager, PerHeadCacheManager)
     engine.scheduler.cache_manager.drop_sessions()
     assert engine.pool.num_free_blocks == engine.pool.num_blocks
@@ -216,7 +218,7 @@ def test_a_bounded_cache_is_compressed_like_an_unquantized_one(kv_cache_dtype: s
     (plain, plain_numbers), (quantized, numbers) = caches
     assert torch.equal(numbers, plain_numbers)
     for a, b in zip(quantized, plain, strict=True):
-        assert float((a - b).norm() / b.norm()) < {INT8: 0.012, FP8: 0.05, INT4: 0.16}[kv_cache_dtype]
+        assert float((a - b).norm() / b.norm()) < {INT8: 0.012, FP8: 0.05, INT4: 0.16, INT3: 0.35}[kv_cache_dtype]
 
 
 def test_more_tokens_fit(llama: PreTrainedModel) -> None:
@@ -224,6 +226,7 @@ def test_more_tokens_fit(llama: PreTrainedModel) -> None:
     nbytes = {dtype: block_bytes(anatomy, 4, torch.float32, dtype) for dtype in (None, *KV_QUANT_DTYPES)}
     assert nbytes[None] == 3 * 2 * 4 * 2 * 64 * 4
     assert nbytes[INT8] == nbytes[FP8] == nbytes[None] * 68 // 256 and nbytes[INT4] == nbytes[None] * 36 // 256
+    assert nbytes[INT3] == nbytes[None] * 28 // 256
     memory = {"kv_cache_bytes": nbytes[None] * 10, "max_model_len": 128}
     assert engine_of(wide(), None, **memory).pool.num_blocks == 10
     assert (
@@ -240,6 +243,7 @@ def test_the_artifacts_kv_dtype_is_the_default(caplog: pytest.LogCaptureFixture)
         ("fp8-e4m3/row", FP8),
         ("int4-asym/128@float16", INT4),
         ("int4-asym/64", INT4),
+        ("int3-asym/128@float16", INT3),
     ):
         model.kv = KVCacheFormat(name)
         assert (
@@ -261,12 +265,12 @@ def test_the_artifacts_kv_dtype_is_the_default(caplog: pytest.LogCaptureFixture)
 
 
 def test_unsupported_settings_are_refused() -> None:
-    with pytest.raises(ConfigError, match="'int3'; there is model, int8, fp8, int4"):
-        engine_of(BUILDS["llama"](), "int3")
+    with pytest.raises(ConfigError, match="'int2'; there is model, int8, fp8, int4, int3"):
+        engine_of(BUILDS["llama"](), "int2")
     with pytest.raises(ModelError, match="over several devices yet"):
         engine_of(BUILDS["llama"](), INT8, tensor_parallel_size=2)
-    arguments = ["serve", "smollm2-135m", "--kv-cache-dtype", "int3"]
-    with pytest.raises(SmeltError, match="--kv-cache-dtype 'int3' is unknown; choose one of model, int8, fp8, int4"):
+    arguments = ["serve", "smollm2-135m", "--kv-cache-dtype", "int2"]
+    with pytest.raises(SmeltError, match="'int2' is unknown; choose one of model, int8, fp8, int4, int3"):
         call(program(arguments), arguments)
 
 

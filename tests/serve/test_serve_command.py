@@ -122,7 +122,7 @@ def test_a_config_file_and_flags(serve_settings: Callable[..., ServerSettings], 
         ("port: 70000", "must be at least 0 and at most 65535, not 70000."),
         ("port: '8000'", "must be an integer, not '8000'."),
         ("kv_cache_gib: .inf", "must be at least 0.0001, not inf."),
-        ("kv_cache_dtype: int3", "must be one of model, int8, fp8, int4, not 'int3'."),
+        ("kv_cache_dtype: int2", "must be one of model, int8, fp8, int4, int3, not 'int2'."),
         ("device: tpu", "there is no device 'tpu'"),
         ("kv_offload: true", "requires --kv-select pages"),
         ("kv_token_cap: 0", "must be a positive number"),
@@ -149,7 +149,7 @@ def test_flags_keys_and_schema_are_the_same(smelt_here: Smelt) -> None:  # noqa:
     schema = json.loads(smelt_here("schema", "serve").out)
     validator = jsonschema_rs.validator_for(schema)
     validator.validate(load_yaml(CONFIG))
-    for content in ({"prot": 1}, {"port": 70000}, {"kv_cache_dtype": "int3"}):
+    for content in ({"prot": 1}, {"port": 70000}, {"kv_cache_dtype": "int2"}):
         assert not validator.is_valid(content)
     words = set(smelt_here("serve", "--help").out.replace("/", " ").replace(":", " ").split())
     flags = {word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}

@@ -2,7 +2,7 @@
 
 The tokens of all requests are concatenated without padding. The KV cache of a request is spread over blocks in any
 order, given by its row of the block table. A query attends to the positions up to its own. With a `KVQuantFormat` pages
-hold quantized rows in bytes.
+hold quantized rows in bytes; queries are rotated as its keys are, and the output is not rotated.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def paged_attention_reference(
         query = queries[start:stop].transpose(0, 1)[None]
         attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
         output[start:stop] = attended[0].transpose(0, 1)
-    return output
+    return output if kv_quant is None else kv_quant.unrotate(output)
 
 
 def causal_mask(query_len: int, seq_len: int, window: int | None, device: torch.device) -> Tensor:

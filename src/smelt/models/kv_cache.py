@@ -1,8 +1,8 @@
 """Quantized KV cache: keys and values are packed in a number format and dequantized when attention reads them.
 
 Each head's vector of a token is a row with its own group scales, so the cache can grow token by token and reorder beams
-without requantizing. Keys can be rotated by a Hadamard matrix before quantization and back after dequantization:
-QuaRot's rotation of queries and keys after RoPE (Ashkboos et al., 2024).
+without requantizing. Keys and values can be rotated by a Hadamard matrix before quantization and back after
+dequantization: for keys, QuaRot's rotation of queries and keys after RoPE (Ashkboos et al., 2024).
 """
 
 from __future__ import annotations
@@ -147,6 +147,7 @@ class QuantizedKVCache(Cache):
         *,
         clip: float = 1.0,
         rotate_keys: bool = False,
+        rotate_values: bool = False,
     ) -> None:
         formats = {True: _row_format(number_format), False: _row_format(values or number_format)}
         text = config.get_text_config(decoder=True)
@@ -158,7 +159,7 @@ class QuantizedKVCache(Cache):
         _check_clip(clip)
 
         def rows(keys: bool) -> PackedRows:
-            return PackedRows(formats[keys], clip, rotate_keys and keys)
+            return PackedRows(formats[keys], clip, rotate_keys if keys else rotate_values)
 
         super().__init__(layers=[PackedLayer(rows) for _ in range(text.num_hidden_layers)])
 
@@ -176,10 +177,12 @@ class KVCacheFormat:
     values: str | None = None  # if it differs from that of the keys
     clip: float = 1.0
     rotate_keys: bool = False
+    rotate_values: bool = False
 
     def cache(self, config: PreTrainedConfig) -> QuantizedKVCache:
         """Create an empty cache."""
-        return QuantizedKVCache(config, self.format, self.values, clip=self.clip, rotate_keys=self.rotate_keys)
+        rotation = {"rotate_keys": self.rotate_keys, "rotate_values": self.rotate_values}
+        return QuantizedKVCache(config, self.format, self.values, clip=self.clip, **rotation)
 
     def check(self) -> None:
         """Raise if no cache can be created with these settings."""
@@ -201,7 +204,8 @@ class KVCacheFormat:
     @classmethod
     def from_json(cls, plain: Any, where: str) -> KVCacheFormat:
         """Parse an untrusted description; raise unless it has the form that `to_json` writes."""
-        known = {"format": (str,), "values": (str, type(None)), "clip": (float,), "rotate_keys": (bool,)}
+        known = {"format": (str,), "values": (str, type(None)), "clip": (float,)}
+        known |= {"rotate_keys": (bool,), "rotate_values": (bool,)}
         if not isinstance(plain, dict) or any(type(value) not in known.get(key, ()) for key, value in plain.items()):
             raise ModelError(f"{where}: this does not describe a KV cache format: {plain!r:.80}.")
         kv_format = cls(**plain)

@@ -195,8 +195,10 @@ class _ProgramBuilder(_LinearBuilder):
                 self.program.add(compiled.QK_NORM, **operand, **weight, width=part.head_dim)
             rope = {"weight": self.decoder.cosines, "other": self.decoder.sines}
             self.program.add(compiled.ROPE, **operand, **rope, width=part.head_dim)
-            if pages.kv_quant is not None and pages.kv_quant.hadamard:
-                self.program.add(compiled.HADAMARD, **operand, width=part.head_dim)
+        rotated = pages.kv_quant is not None and pages.kv_quant.hadamard
+        counts = (part.num_heads, part.num_kv_heads, part.num_kv_heads)
+        for tensor, stride, count in zip((queries, keys, values), strides, counts, strict=True) if rotated else ():
+            self._hadamard(tensor, stride, count, part.head_dim)
         y = self._buffer("attention", part.num_heads * part.head_dim)
         attention = self.program.attention(
             queries, strides[0], pages, y, heads=part.num_heads, scale=part.scale, window=part.window
@@ -207,7 +209,13 @@ class _ProgramBuilder(_LinearBuilder):
                 width=part.num_kv_heads * part.head_dim, params=attention,
             )  # fmt: skip
         self.program.add(compiled.ATTENTION, params=attention)
+        if rotated:  # back: the matrix is symmetric
+            self._hadamard(y, part.num_heads * part.head_dim, part.num_heads, part.head_dim)
         return y
+
+    def _hadamard(self, x: Tensor, stride: int, heads: int, head_dim: int) -> None:
+        """Rotate heads in place."""
+        self.program.add(compiled.HADAMARD, x=x, y=x, dtype=self.dtype, x_stride=stride, count=heads, width=head_dim)
 
     def _feed_forward(self, part: FeedForward, normed: Tensor) -> Tensor:
         (gate, up), strides = self.linears((part.gate, part.up), normed)

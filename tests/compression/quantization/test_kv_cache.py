@@ -87,7 +87,7 @@ def test_generation_and_multiple_choice_use_the_cache(monkeypatch: pytest.Monkey
 def test_every_metric_uses_it() -> None:
     """The model's cache format is the default, and an explicit one overrides it."""
     model, plain = (
-        model_with_kv_format(format="int2", rotate_keys=False),
+        model_with_kv_format(format="int2", rotate_keys=False, rotate_values=False),
         Model(BUILDS["llama"](), character_tokenizer()),
     )
     settings: dict[str, Any] = {"context": 32, "limit": 128}
@@ -103,7 +103,7 @@ def test_every_metric_uses_it() -> None:
 def test_it_survives_other_steps_and_can_be_removed() -> None:
     model = model_with_kv_format(format="int8")
     RoundToNearest(bits=4, group_size=16).apply(model, MethodContext())
-    assert model.kv == KVCacheFormat("int8", rotate_keys=True)
+    assert model.kv == KVCacheFormat("int8", rotate_keys=True, rotate_values=True)
     facts = KvCache(format="none").apply(model, MethodContext())
     numbers = 3 * 2 * 2 * 8  # layers, key and value, heads, head_dim
     assert facts == {

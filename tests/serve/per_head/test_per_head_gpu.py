@@ -16,7 +16,7 @@ from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.kernels.gpu.paged import DecodeMetadata, paged_decode
 from smelt.kernels.gpu.pages import ClusteredHeadPages
 from smelt.kernels.gpu.rope import RotaryParams, rope_and_store_kv
-from smelt.kernels.kv_quant import INT4, INT8, KVQuantFormat
+from smelt.kernels.kv_quant import INT3, INT4, INT8, KVQuantFormat
 from smelt.kernels.paged import paged_attention_reference
 from smelt.kvcache.eviction.scorer import AttentionInputs, last_query_logits
 from smelt.kvcache.eviction.scorers import make_scorer
@@ -52,6 +52,7 @@ EVERYTHING, LITTLE = [1.0, 1.0, 1.0], [0.5, 0.2, 0.0]
     [
         *[(name, shares, None) for name in ("llama", "qwen3") for shares in (EVERYTHING, LITTLE)],
         ("llama", LITTLE, INT4),
+        ("llama", LITTLE, INT3),
     ],
 )
 def test_the_tokens_match_the_module(
@@ -114,7 +115,8 @@ def test_a_conversation_continues(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("many", [1, 256])
 @pytest.mark.parametrize(
-    ("parts", "kv_cache_dtype"), [([1, 1, 1], None), ([4, 1, 2], None), ([3, 5, 1], None), ([4, 1, 2], INT8)]
+    ("parts", "kv_cache_dtype"),
+    [([1, 1, 1], None), ([4, 1, 2], None), ([3, 5, 1], None), ([4, 1, 2], INT8), ([4, 1, 2], INT3)],
 )
 def test_heads_of_different_lengths_in_one_call(
     parts: list[int], kv_cache_dtype: str | None, many: int, monkeypatch: pytest.MonkeyPatch

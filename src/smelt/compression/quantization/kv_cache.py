@@ -1,7 +1,7 @@
 """Quantized KV cache during generation, as in QuaRot (Ashkboos et al., 2024).
 
 The paper rotates queries and keys before keys are quantized; rotating keys only, and back when they are read, gives the
-same products. Weights are unchanged: the model records the format of its KV cache.
+same products. Values are rotated in the same way. Weights are unchanged: the model records the format of its KV cache.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class KvCache(Method):
     value_format: str | None = renamed("values", default=None)  # of values, if different from keys
     clip_ratio: float = renamed("clip", default=1.0)  # fraction of a group's range that its grid covers
     rotate_keys: bool = True  # Hadamard-rotate keys before quantization, and back when they are read
+    rotate_values: bool = True  # the same for values
 
     def __post_init__(self) -> None:
         try:
@@ -36,7 +37,9 @@ class KvCache(Method):
 
     @property
     def kv(self) -> KVCacheFormat:
-        return KVCacheFormat(self.format, self.value_format, float(self.clip_ratio), self.rotate_keys)
+        return KVCacheFormat(
+            self.format, self.value_format, float(self.clip_ratio), self.rotate_keys, self.rotate_values
+        )
 
     def check(self, anatomy: Anatomy) -> None:
         if not anatomy.family.causal or not anatomy.network.can_generate():

@@ -14,11 +14,11 @@ from torch import Tensor
 from smelt.kernels.attention_metadata import AttentionMetadata, LayerKVPages
 from smelt.kernels.cpu.operator import MAX_GEMV_TOKENS, MAX_INT8_GEMV_TOKENS
 from smelt.kernels.cpu.plan import DTYPE_CODES, FLOAT_INPUTS, LinearPlan
-from smelt.kernels.kv_quant import FP8, INT4, INT8, KVQuantFormat
+from smelt.kernels.kv_quant import FP8, INT3, INT4, INT8, KVQuantFormat
 
 EMBED, ADD_RMS_NORM, PACKED_LINEAR, DENSE_LINEAR, QK_NORM, ROPE = range(6)
 HADAMARD, STORE_KV, ATTENTION, SILU_AND_MUL, GATHER_ROWS = range(6, 11)
-ROW_TYPES = {INT8: 16, FP8: 17, INT4: 18}  # page types of quantized rows
+ROW_TYPES = {INT8: 16, FP8: 17, INT4: 18, INT3: 19}  # page types of quantized rows
 LOGITS_TOKENS_ONLY = -1  # in `count`: the operation runs only on tokens that need logits
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -175,7 +175,7 @@ def attention(
     threads = torch.get_num_threads() if tokens * heads * metadata.max_seq_len > 1 << 12 else 1
     struct = _metadata_struct(metadata)
     library.smelt_attend(ctypes.addressof(params), ctypes.addressof(struct), threads)
-    return results
+    return results if kv_quant is None else kv_quant.unrotate(results)
 
 
 def _page_fields(pages: Tensor, kv_quant: KVQuantFormat | None) -> dict[str, int]:

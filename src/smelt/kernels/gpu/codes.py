@@ -1,4 +1,4 @@
-"""Conversion of 8-bit and 4-bit codes in Triton.
+"""Conversion of 8-bit, 4-bit and 3-bit codes in Triton.
 
 For products in bfloat16, codes are converted four at a time by packed 16-bit instructions: otherwise attention over a
 quantized KV cache would take longer than over one with twice as many bytes. A code of up to seven bits in the mantissa
@@ -47,6 +47,13 @@ lop3.b32 high, second, 0x000f000f, 0x43004300, 0xea;
 fma.rn.bf16x2 $2, low, one, $5;
 fma.rn.bf16x2 $3, high, one, $6;
 }""")
+SUBTRACT_PAIR = tl.constexpr("""{
+.reg .b32 minus;
+mov.b32 minus, 0xbf80bf80;
+fma.rn.bf16x2 $0, $2, minus, $1;
+}""")
+TOP_OF_PAIR = tl.constexpr(0x00700070)  # the highest three bits of the mantissa of two bfloat16 numbers
+ONE, ONE_PAIR = tl.constexpr(0x3F80), tl.constexpr(0x3F803F80)  # in bfloat16
 
 
 @triton.jit
@@ -78,6 +85,41 @@ def half_values(octets, zeros, DTYPE: tl.constexpr):  # type: ignore[no-untyped-
         low = ((octets32 & 15) - zeros).to(tl.float32).to(DTYPE)
         high = ((octets32 >> 4) - zeros).to(tl.float32).to(DTYPE)
     return low, high
+
+
+@triton.jit
+def int3_pairs(first, second, third):  # type: ignore[no-untyped-def]
+    """Unpack three words of 32 codes each [rows, groups]: pairs of neighboring codes [rows, 16 * groups] in the bits
+    TOP_OF_PAIR of an int32."""
+    last = ((first >> 11) & 0x00100010) | ((second >> 10) & 0x00200020) | ((third >> 9) & 0x00400040)
+    even = tl.join(tl.join(tl.join(first << 4, second >> 5), tl.join(first >> 8, third >> 2)),
+                   tl.join(tl.join(first >> 2, third << 4), tl.join(second << 1, third >> 8)))  # fmt: skip
+    odd = tl.join(tl.join(tl.join(first << 1, second >> 8), tl.join(second << 4, third >> 5)),
+                  tl.join(tl.join(first >> 5, third << 1), tl.join(second >> 2, last)))  # fmt: skip
+    pairs = tl.join(even, odd)
+    return tl.reshape(pairs & TOP_OF_PAIR, [first.shape[0], 16 * first.shape[1]])
+
+
+@triton.jit
+def int3_values(first, second, third, zeros, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return an eighth of the codes in three words [rows, groups] minus the zero points of their rows [rows, 1]:
+    [rows, 32 * groups]. In the top bits of the mantissa of one, codes are eighths."""
+    ROWS: tl.constexpr = first.shape[0]
+    VALUES: tl.constexpr = 32 * first.shape[1]
+    pairs = int3_pairs(first, second, third)
+    if PACKED and tl.bfloat16 == DTYPE:
+        pairs = pairs | ONE_PAIR
+        low = pairs.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        high = (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        offset = ((zeros << 4) + ONE).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        values = tl.inline_asm_elementwise(
+            SUBTRACT_PAIR, "=r,r,r", [tl.reshape(tl.join(low, high), [ROWS, VALUES]),
+            tl.broadcast_to(offset, [ROWS, VALUES])], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        codes = tl.reshape(tl.join(pairs & 0x70, pairs >> 16), [ROWS, VALUES])
+        values = ((codes - (zeros << 4)).to(tl.float32) / 128).to(DTYPE)
+    return values
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from smelt.kernels.gpu.arch import num_sms
 from smelt.kernels.gpu.nvrtc import CudaKernel, TensorMap, compile_to_cubin, encode_tensor_map, is_available
 from smelt.kernels.gpu.paged import LOG2_E, NO_WINDOW, DecodeMetadata
 from smelt.kernels.gpu.rope import RotaryParams
-from smelt.kernels.kv_quant import KVQuantFormat
+from smelt.kernels.kv_quant import INT3, KVQuantFormat
 
 MAX_PACK = 16  # query heads of one KV head that share a tile of a prompt
 DECODE_TOKENS, MAX_HEADS, MAX_GROUP = 16, 8, 8  # decode: keys per tile, KV heads per block, query heads per KV head
@@ -99,10 +99,16 @@ def supports_decode(
     """Return whether the kernel computes, and is faster for, the queries of `qkv` [requests, ...] over such pages."""
     fewest = MIN_DECODE_REQUESTS if max_seq_len < LONG_CONTEXT else MIN_LONG_DECODE_REQUESTS
     return (
-        kv_quant is not None and kv_quant.head_dim in (64, 128) and heads // kv_heads <= MAX_GROUP
+        kv_quant is not None and kv_quant.head_dim in decode_head_dims(kv_quant)
+        and heads // kv_heads <= MAX_GROUP
         and (kv_heads <= MAX_HEADS or kv_heads % MAX_HEADS == 0) and block_size % DECODE_TOKENS == 0
         and len(qkv) >= fewest and _is_hopper_half(qkv)
     )  # fmt: skip
+
+
+def decode_head_dims(kv_quant: KVQuantFormat) -> tuple[int, ...]:
+    """Return the head_dims of the kernel; each of four lanes takes a group of 32 codes of int3, 128 in all."""
+    return (128,) if kv_quant.name == INT3 else (64, 128)
 
 
 def decode(
@@ -111,7 +117,7 @@ def decode(
 ) -> Tensor:  # fmt: skip
     """Attend with one query token per request, whose key and value are stored: [requests, heads, head_dim] -> the same.
 
-    Queries are rotated if the format's keys are.
+    Queries are rotated if the format's keys are; the output is not.
     """
     requests, heads, head_dim = queries.shape
     _, block_size, kv_heads, _ = key_pages.shape
@@ -218,7 +224,8 @@ def _decode_stages(kv_quant: KVQuantFormat, kv_heads: int) -> tuple[int, int]:
 def decode_source(kv_quant: KVQuantFormat, dtype: torch.dtype, group: int, kv_heads: int, block_size: int) -> str:
     bf16 = dtype == torch.bfloat16
     definitions: dict[str, object] = {
-        "INT8": 1, "FP8": 2, "INT4": 3, "FORMAT": kv_quant.name.upper(), "ROW_BYTES": kv_quant.row_bytes,
+        "INT8": 1, "FP8": 2, "INT4": 3, "INT3": 4, "FORMAT": kv_quant.name.upper(), "ROW_BYTES": kv_quant.row_bytes,
+        "ROTATED": int(kv_quant.hadamard),
         "HEAD_DIM": kv_quant.head_dim, "HEADS": min(kv_heads, MAX_HEADS), "GROUP": group, "BLOCK_SIZE": block_size,
         "STAGES": _decode_stages(kv_quant, kv_heads)[1], "MIN_TILES": MIN_SPLIT // DECODE_TOKENS,
         "WHOLE": int(kv_heads <= MAX_HEADS), "PAIR": '"bf16x2"' if bf16 else '"f16x2"', "HALF_IS_BF16": int(bf16),

@@ -29,6 +29,7 @@ from smelt.kernels.gpu.rows import (
     interleave,
     kernel_constants,
     load_kv_rows,
+    padded_head_dim,
     scale_lift,
     store_kv_row,
 )
@@ -152,17 +153,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         key = apply_rope(source, key_offset, in_head, key_norm, cos, sin, angle, lane, epsilon, head_dim, HALF, NORM)
         value = tl.load(source + key_offset + kv_heads * head_dim + lane, mask=in_head, other=0.0)
         new_row = key_rows(table, kv_len - 1, kv_len > 0, block_rows, token_rows, first_row, BLOCK_SIZE)
-        key = store_kv_row(
-            key_pages,
-            new_row,
-            hadamard_if(key, DTYPE, HADAMARD_STEPS),
-            kv_len > 0,
-            lane,
-            head_dim,
-            FORMAT,
-            ROW_BYTES,
-            HALF_DIM,
-        )
+        key, value = hadamard_if(key, DTYPE, HADAMARD_STEPS), hadamard_if(value, DTYPE, HADAMARD_STEPS)
+        key = store_kv_row(key_pages, new_row, key, kv_len > 0, lane, head_dim, FORMAT, ROW_BYTES, HALF_DIM)
         value = store_kv_row(value_pages, new_row, value, kv_len > 0, lane, head_dim, FORMAT, ROW_BYTES, HALF_DIM)
         m_i = tl.sum(query.to(tl.float32) * key[None, :], axis=1) * scale
         l_i = tl.full([BLOCK_M], 1.0, tl.float32)
@@ -188,6 +180,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
     if FORMAT:
         acc = deinterleave(acc * (1.0 / scale_lift(FORMAT)), FORMAT, HALF_DIM)
+        acc = hadamard_if(acc, tl.float32, HADAMARD_STEPS)  # back: H is symmetric
     heads = kv_heads * Q_PER_KV
     if SPLITS == 1:
         acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
@@ -264,7 +257,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     cu_seqlens_q, tile_request, tile_first, output, scale, window, query_stride, table_stride, cluster_stride,
     offset_stride, kv_heads, head_dim, group, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr, HEADS_PER_PAGE: tl.constexpr, WINDOWED: tl.constexpr, FORMAT: tl.constexpr,
-    ROW_BYTES: tl.constexpr, HALF_DIM: tl.constexpr,
+    ROW_BYTES: tl.constexpr, HALF_DIM: tl.constexpr, HADAMARD_STEPS: tl.constexpr,
 ):  # fmt: skip
     """Prefill a tile of BLOCK_M query tokens of one request and one query head. Most keys are visible to all of them;
     only those at the ends are masked by position."""
@@ -320,6 +313,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         False,
     )  # fmt: skip
     acc = deinterleave(acc, FORMAT, HALF_DIM) / tl.where(l_i == 0.0, 1.0, l_i * scale_lift(FORMAT))[:, None]
+    acc = hadamard_if(acc, tl.float32, HADAMARD_STEPS)  # back: H is symmetric
     heads = kv_heads * group
     output_offset = token.to(tl.int64)[:, None] * heads * head_dim + head_offset
     tl.store(output + output_offset, acc.to(output.dtype.element_ty), mask=valid)
@@ -378,7 +372,7 @@ def paged_decode(
     if head_pages is not None:
         kv_heads = len(head_pages.head_cluster)
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
-    group, padded = heads // kv_heads, max(triton.next_power_of_2(head_dim), 16)
+    group, padded = heads // kv_heads, max(padded_head_dim(kv_quant, head_dim), 16)
     sms, batch = num_sms(qkv.device), triton.next_power_of_2(requests)  # limits the number of compiled kernels
     if splits is None:
         splits = num_splits(batch, kv_heads, metadata.max_seq_len, sms)
@@ -412,7 +406,8 @@ def paged_prefill(
     """Attend with many query tokens per request: [tokens, heads, head_dim] -> the same shape.
 
     `tiles` can be computed once for all layers. With `head_pages` the block tables are those of all slots, and `slots`
-    [requests] is the row of each request. Queries are already rotated if the KV format is."""
+    [requests] is the row of each request. Queries are already rotated if the KV format is; the
+    output is not."""
     tokens, heads, head_dim = queries.shape
     _, size, kv_heads, _ = key_pages.shape
     if head_pages is not None:
@@ -421,15 +416,14 @@ def paged_prefill(
         metadata.query_lens, queries.device, prefill_config(metadata, head_dim, kv_quant)
     )
     output = torch.empty(tokens, heads, head_dim, dtype=queries.dtype, device=queries.device)
-    constants = {name: value for name, value in kernel_constants(kv_quant).items() if name != "HADAMARD_STEPS"}
     prefill_kernel[(len(tiles.request_ids), heads)](
         queries, key_pages, value_pages, metadata.block_tables, *pointers(head_pages, metadata.block_tables),
         metadata.cu_seqlens_q if slots is None else slots, metadata.seq_lens, metadata.cu_seqlens_q, tiles.request_ids,
         tiles.first_tokens, output, scale * LOG2_E, window or NO_WINDOW, queries.stride(0), *strides(head_pages,
         metadata.block_tables), kv_heads, head_dim, heads // kv_heads, BLOCK_SIZE=size, BLOCK_M=tiles.block_m,
-        HEAD_DIM=max(triton.next_power_of_2(head_dim), 16), BLOCK_N=tiles.block_n,
-        HEADS_PER_PAGE=heads_per_page_of(head_pages), WINDOWED=window is not None, **constants, num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        HEAD_DIM=max(padded_head_dim(kv_quant, head_dim), 16), BLOCK_N=tiles.block_n,
+        HEADS_PER_PAGE=heads_per_page_of(head_pages), WINDOWED=window is not None, **kernel_constants(kv_quant),
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return output
 

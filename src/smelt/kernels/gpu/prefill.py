@@ -11,7 +11,7 @@ from torch import Tensor
 from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.kernels.gpu import hopper_attention
 from smelt.kernels.gpu.paged import QueryTiles, paged_prefill
-from smelt.kernels.gpu.rows import dequantize_pages
+from smelt.kernels.gpu.rows import dequantize_pages, unrotate_output
 from smelt.kernels.kv_quant import KVQuantFormat
 
 MIN_DEQUANTIZED_QUERIES = 128  # tokens of a chunk from which on dequantizing its KV cache first is faster
@@ -49,7 +49,14 @@ class PrefillAttention:
         if kv_quant is not None and self._dequantizes(queries, keys, kv_quant):
             assert self.pages is not None
             keys, values = dequantize_pages(keys, values, self.pages.blocks, kv_quant, queries.dtype)
-            metadata, kv_quant = replace(metadata, block_tables=self.pages.block_tables), None
+            metadata = replace(metadata, block_tables=self.pages.block_tables)
+            return unrotate_output(self._attend(queries, keys, values, metadata, scale, window, None), kv_quant)
+        return self._attend(queries, keys, values, metadata, scale, window, kv_quant)
+
+    def _attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata, scale: float,
+        window: int | None, kv_quant: KVQuantFormat | None,
+    ) -> Tensor:  # fmt: skip
         if kv_quant is not None or not hopper_attention.supports_prefill(queries, keys):
             return paged_prefill(queries, keys, values, metadata, scale, window, tiles=self.tiles, kv_quant=kv_quant)
         tokens = self.hopper_tiles.tokens(queries.shape[1], keys.shape[2])

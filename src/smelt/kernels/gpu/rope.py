@@ -12,7 +12,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smelt.kernels.gpu.arch import PDL, UNALIGNED_ARGS
 from smelt.kernels.gpu.pages import ClusteredHeadPages, head_pages, heads_per_page_of, key_rows, pointers, strides
-from smelt.kernels.gpu.rows import UNQUANTIZED, hadamard_if, head_dim_of, kernel_constants, store_kv_row
+from smelt.kernels.gpu.rows import (
+    UNQUANTIZED,
+    hadamard_if,
+    head_dim_of,
+    kernel_constants,
+    padded_head_dim,
+    store_kv_row,
+)
 from smelt.kernels.kv_quant import KVQuantFormat
 
 MANY_TOKENS = 256  # from here on each program takes several heads, as more programs exist than run at once
@@ -62,7 +69,7 @@ def rope_and_store_kv_kernel(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Handle HEADS_PER_PROGRAM query heads, or KV_HEADS_PER_PROGRAM keys or values, of one token. In `qkv`
-    [tokens, stride] query heads come first, then keys, then values, which are not rotated."""
+    [tokens, stride] query heads come first, then keys, then values, to which RoPE does not apply."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, HEAD_DIM)[None, :]
     if PDL:
@@ -100,6 +107,7 @@ def rope_and_store_kv_kernel(  # type: ignore[no-untyped-def]
     else:
         offset = (heads + kv_heads + kv_head)[:, None] * head_dim
         value = tl.load(source + offset + lane, mask=inside, other=0.0)
+        value = hadamard_if(value, qkv.dtype.element_ty, HADAMARD_STEPS)
         store_heads(value_pages, rows, value, written, lane, head_dim, HEAD_DIM, FORMAT, ROW_BYTES, HALF_DIM)
 
 
@@ -134,7 +142,7 @@ def rope_and_store_kv(
     rope_and_store_kv_kernel[(tokens, programs)](
         qkv, positions, slot_mapping, rotary.cos, rotary.sin, query_norm, key_norm, queries, key_pages, value_pages,
         block_tables, *pointers(head_pages, block_tables), qkv.stride(0), *strides(head_pages, block_tables), heads,
-        kv_heads, rotary.eps, head_dim, HEAD_DIM=triton.next_power_of_2(head_dim), HALF=head_dim // 2,
+        kv_heads, rotary.eps, head_dim, HEAD_DIM=padded_head_dim(kv_quant, head_dim), HALF=head_dim // 2,
         NORM=rotary.qk_norms is not None, BLOCK_SIZE=size, HEADS_PER_PAGE=heads_per_page_of(head_pages),
         **kernel_constants(kv_quant), HEADS_PER_PROGRAM=heads_per_program, KV_HEADS_PER_PROGRAM=kv_heads_per_program,
         PDL=PDL, num_warps=1, launch_pdl=PDL,

@@ -6,7 +6,7 @@ Every stored bit of a new key or value row flips with the bit error rate before 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,8 @@ class FaultyKVCacheFormat(KVCacheFormat):
     def of(cls, kv_format: KVCacheFormat | None, errors: BitErrors) -> FaultyKVCacheFormat:
         """Add bit errors to a format; None is the network's own dtype."""
         plain = kv_format or KVCacheFormat()
-        return cls(plain.format, plain.values, plain.clip, plain.rotate_keys, errors)
+        settings = {field.name: getattr(plain, field.name) for field in fields(KVCacheFormat)}
+        return cls(**settings, errors=errors)
 
     def cache(self, config: PreTrainedConfig) -> QuantizedKVCache:
         cache = super().cache(config)

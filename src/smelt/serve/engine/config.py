@@ -37,7 +37,7 @@ class KVCacheConfig:
 
     block_size: int = 16  # tokens per block; with page_selection its page_size is used
     kv_cache_bytes: int | None = None  # by default a share of the free memory
-    kv_cache_dtype: str | None = None  # model, int8, fp8 or int4; by default what the model was compressed for
+    kv_cache_dtype: str | None = None  # model, int8, fp8, int4, int3; by default what the model was compressed for
     enable_prefix_caching: bool = True
     kv_profile: EvictionPolicy | EvictionProfile | str | Path | None = None  # per-head eviction: `smelt kv profile`
     page_selection: SparseAttentionConfig | None = None  # sparse page attention; nothing is evicted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from smelt.errors import ConfigError
-from smelt.kernels.kv_quant import FP8, INT4, INT8, KV_QUANT_DTYPES
+from smelt.kernels.kv_quant import CLIP, FP8, INT3, INT4, INT8, KV_QUANT_DTYPES
 from smelt.models.kv_cache import KVCacheFormat
 from smelt.models.model import Model
 from smelt.numerics.catalog import get_format
@@ -13,7 +13,8 @@ from smelt.numerics.format import PER_ROW
 
 MODEL_DTYPE = "model"  # the model's own dtype
 KV_CACHE_DTYPES = (MODEL_DTYPE, *KV_QUANT_DTYPES)
-KV_DTYPE_OF_FORMAT = {"int8": INT8, "fp8-e4m3": FP8, "int4-asym": INT4}  # names of `smelt formats` with a paged kernel
+# Names of `smelt formats` with a paged kernel
+KV_DTYPE_OF_FORMAT = {"int8": INT8, "fp8-e4m3": FP8, "int4-asym": INT4, "int3-asym": INT3}
 log = logging.getLogger("smelt.engine")
 
 
@@ -42,9 +43,10 @@ def backend_suffix(dtype: str | None) -> str:
 
 
 def _equivalent_dtype(kv: KVCacheFormat, head_dim: int) -> str | None:
-    """Return the row format that stores the same: one scale per head, nothing clipped."""
-    if kv.values not in (None, kv.format) or kv.clip != 1:
+    """Return the row format that stores the same: one scale per head, nothing clipped. int4 and int3 rows have a clip
+    ratio of their own, with which a format that clips nothing is served as well."""
+    dtype = KV_DTYPE_OF_FORMAT.get(kv.format.partition("/")[0].partition("@")[0])
+    if kv.values not in (None, kv.format) or kv.clip not in (1, CLIP.get(str(dtype), 1)):
         return None
     group_size = get_format(kv.format).group_size
-    one_scale = group_size == PER_ROW or group_size >= head_dim
-    return KV_DTYPE_OF_FORMAT.get(kv.format.partition("/")[0].partition("@")[0]) if one_scale else None
+    return dtype if group_size == PER_ROW or group_size >= head_dim else None

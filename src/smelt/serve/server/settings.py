@@ -77,8 +77,8 @@ class ServeConfig:
     kv_token_cap: int | None = _option(
         None, "Maximum tokens a request caches; longer texts are compressed.", metavar="TOKENS"
     )
-    kv_cache_dtype: Literal["model", "int8", "fp8", "int4"] | None = _option(
-        None, "model, int8, fp8 or int4; by default as the artifact says.", metavar="DTYPE"
+    kv_cache_dtype: Literal["model", "int8", "fp8", "int4", "int3"] | None = _option(
+        None, "model, int8, fp8, int4 or int3; by default as the artifact says.", metavar="DTYPE"
     )
     lm_head_dtype: Literal["int8"] | None = _option(
         None, "int8: quantize the LM head at load; by default as the model has it.", metavar="DTYPE"

@@ -259,6 +259,7 @@ inline void attend(const Attention& a, const AttentionMetadata& p, int threads) 
             case INT8_ROWS: attend_tile<INT8_ROWS>(a, p, list[job]); break;
             case FP8_ROWS: attend_tile<FP8_ROWS>(a, p, list[job]); break;
             case INT4_ROWS: attend_tile<INT4_ROWS>(a, p, list[job]); break;
+            case INT3_ROWS: attend_tile<INT3_ROWS>(a, p, list[job]); break;
             default: attend_tile<FLOAT32>(a, p, list[job]);
         }
 }

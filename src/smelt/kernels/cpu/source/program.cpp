@@ -152,7 +152,7 @@ void store_kv(const Operation& op, const Step& step) {
             store_kv_row(op, a, token, head, step.slot_mapping[token] * a.kv_heads + head);
 }
 
-// Rotate heads of queries or keys by an orthonormal Hadamard matrix in place; `width` is a power of two.
+// Rotate heads of queries, keys, values or results by an orthonormal Hadamard matrix in place; `width` is a power of two.
 void hadamard(const Operation& op, const Step& step) {
     const float norm = 1.0f / std::sqrt(float(op.width));
 #pragma omp parallel for num_threads(threads_for(step, 8 * step.tokens * op.count * op.width)) schedule(static)

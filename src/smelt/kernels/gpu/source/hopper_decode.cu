@@ -5,16 +5,18 @@
 // one bulk copy each for K and V, STAGES in flight. Codes are converted to half precision in registers, exactly,
 // and multiplied by mma with the queries of the KV head on the right: scores [16 tokens, 8 queries], and sums
 // [HEAD_DIM, 8 queries]. Scales are applied outside of the products: those of keys to scores, those of values to weights.
-// The split that finishes last merges all of them.
+// If values are rotated by a Hadamard matrix, every split rotates its sums back. The split that finishes last merges all
+// of them.
 //
-// hopper_attention.py defines FORMAT and its ROW_BYTES, HEAD_DIM, HEADS, GROUP (query heads per KV head), BLOCK_SIZE,
+// hopper_attention.py defines FORMAT and its ROW_BYTES, ROTATED, HEAD_DIM, HEADS, GROUP (query heads per KV head), BLOCK_SIZE,
 // STAGES, MIN_TILES (of a split), WHOLE (the block has all heads of a page), PAIR and HALF_IS_BF16 of queries and results.
 
 constexpr int TOKENS = 16;                               // of a tile
 constexpr int TILE = TOKENS * HEADS * ROW_BYTES;         // bytes
 constexpr int WORDS = HEAD_DIM / (FORMAT == INT4 ? 8 : 4);  // of the codes of a row
 constexpr int THREADS = 32 * (HEADS + 1);
-constexpr float LIFT = FORMAT == FP8 ? 512.0f : FORMAT == INT8 ? 128.0f : 16.0f;  // keeps weights times scales normal
+// Keeps weights times scales normal; int3 has codes of eighths, and scales times eight
+constexpr float LIFT = FORMAT == FP8 ? 512.0f : FORMAT == INT8 ? 128.0f : FORMAT == INT4 ? 16.0f : 1.0f;
 
 __device__ __forceinline__ void mma(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile(
@@ -52,7 +54,7 @@ __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontr
 
 struct Scale {
     float scale;
-    u32 zero;  // 1024 plus the zero point, as int4 codes are lifted
+    u32 zero;  // a half: 1024 plus the zero point of int4, or one plus an eighth of that of int3, as codes are lifted
 };
 
 __device__ __forceinline__ Scale load_scale(const u8* row) {
@@ -61,10 +63,30 @@ __device__ __forceinline__ Scale load_scale(const u8* row) {
     float scale;
     asm("cvt.f32.f16 %0, %1;" : "=f"(scale) : "h"((u16)word));
     return {scale, 0x6400u + (word >> 16)};
+#elif FORMAT == INT3
+    float scale;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(scale) : "h"((u16)word));
+    return {8.0f * scale, 0x3C00u | ((word >> 9) & 0x0380u)};
 #else
     return {__uint_as_float(word), 0};
 #endif
 }
+
+#if FORMAT == INT3
+// Convert the two codes of a slot of three words to halves, one from each half of the words: eighths of codes minus zero
+// points. In the top bits of the mantissa of one, codes are eighths.
+__device__ __forceinline__ u32 convert_slot(const u32 (&words)[3], int slot, u32 zeros) {
+    u32 codes;
+    if (slot == 15)
+        codes = ((words[0] >> 8) & 0x00800080u) | ((words[1] >> 7) & 0x01000100u) | ((words[2] >> 6) & 0x02000200u);
+    else {
+        const u32 word = words[slot / 5];
+        const int shift = slot % 5 * 3 - 7;
+        codes = (shift < 0 ? word << -shift : word >> shift) & 0x03800380u;
+    }
+    return subtract(codes | 0x3C003C00u, zeros);
+}
+#endif
 
 // Convert four codes of one row to halves: two each, in the order of `order_in_word`.
 __device__ __forceinline__ void convert(u32& first, u32& second, u32 word, int part, u32 zero) {
@@ -107,11 +129,44 @@ __device__ __forceinline__ constexpr int order_in_word(int index) {
 }
 
 __device__ __forceinline__ int value_column(int word, int part, int index) {
+    if (FORMAT == INT3) return word / 2 * 32 + 4 * part + 2 * index + (word & 1);
     return FORMAT == INT4 ? (part & 1) * (HEAD_DIM / 2) + 4 * word + part / 2 + 2 * index : 4 * word + 2 * part + index;
 }
 
 constexpr int K_PARTS = FORMAT == INT4 ? 2 : 1;  // of a word: fragments of keys
-constexpr int V_PARTS = FORMAT == INT4 ? 4 : 2;  // and of values
+constexpr int V_PARTS = FORMAT == INT3 ? HEAD_DIM / 16 : FORMAT == INT4 ? 4 : 2;  // and of values
+
+// Multiply sums [HEAD_DIM, 8 queries] by the orthonormal Hadamard matrix. Every bit of a column is one of a lane, of a
+// tile or of a half of it; in which order does not matter to the matrix.
+__device__ __forceinline__ void rotate_back(float (&sums)[HEAD_DIM / 16][4], int lane) {
+#pragma unroll
+    for (int distance = 1; distance < HEAD_DIM / 16; distance *= 2)
+#pragma unroll
+        for (int t = 0; t < HEAD_DIM / 16; t++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (!(t & distance)) {
+                    const float a = sums[t][i], b = sums[t + distance][i];
+                    sums[t][i] = a + b;
+                    sums[t + distance][i] = a - b;
+                }
+    const float norm = HEAD_DIM == 128 ? 0.08838834764831845f : 0.125f;
+#pragma unroll
+    for (int t = 0; t < HEAD_DIM / 16; t++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float a = sums[t][i] * norm, b = sums[t][i + 2] * norm;
+            sums[t][i] = a + b;
+            sums[t][i + 2] = a - b;
+        }
+#pragma unroll
+    for (int distance = 4; distance < 32; distance *= 2)
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 4; i++) {
+            const float mine = sums[i / 4][i % 4], other = __shfl_xor_sync(~0u, mine, distance);
+            sums[i / 4][i % 4] = lane & distance ? other - mine : other + mine;
+        }
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) hopper_decode(
     const u16* __restrict__ queries, const u8* __restrict__ key_pages, const u8* __restrict__ value_pages,
@@ -174,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) hopper_decode(
         float values[HEAD_DIM / 16][4], amax = 0.0f;
 #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; k++) {
-            const int column = k % K_PARTS * (HEAD_DIM / 2) + 4 * (4 * (k / K_PARTS) + q);
+            const int column = FORMAT == INT3 ? 32 * q + 4 * k : k % K_PARTS * (HEAD_DIM / 2) + 4 * (4 * (k / K_PARTS) + q);
             const uint2 four = g < GROUP ? *(const uint2*)(query + column) : make_uint2(0, 0);
             const u16 halves[4] = {(u16)four.x, (u16)(four.x >> 16), (u16)four.y, (u16)(four.y >> 16)};
 #pragma unroll
@@ -204,6 +259,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) hopper_decode(
             auto row = [&](int token) { return keys + token * HEADS * ROW_BYTES; };
             const Scale key_scales[2] = {load_scale(row(g)), load_scale(row(g + 8))};
             float scores[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#if FORMAT == INT3
+            u32 key_words[2][3];
+#pragma unroll
+            for (int i = 0; i < 6; i++) key_words[i / 3][i % 3] = ((const u32*)row(g + i / 3 * 8))[3 * q + i % 3];
+#pragma unroll
+            for (int k = 0; k < HEAD_DIM / 16; k++) {
+                u32 left[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    left[i] = convert_slot(key_words[i & 1], 2 * k + i / 2, key_scales[i & 1].zero * 0x10001u);
+                mma(scores, left, right[k][0], right[k][1]);
+            }
+#else
 #pragma unroll
             for (int w = 0; w < WORDS / 4; w++) {
                 const u32 words[2] = {((const u32*)row(g))[4 * w + q], ((const u32*)row(g + 8))[4 * w + q]};
@@ -215,6 +283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) hopper_decode(
                     mma(scores, left, right[w * K_PARTS + part][0], right[w * K_PARTS + part][1]);
                 }
             }
+#endif
             const bool masked = position < low || position + TOKENS > kv_len;
 #pragma unroll
             for (int i = 0; i < 4; i++) {
@@ -245,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) hopper_decode(
                 if (masked && (token < low || token >= kv_len)) weights[i] = 0.0f;
             }
             const u32 b0 = transpose(half_pair(weights[0], weights[1])), b1 = transpose(half_pair(weights[2], weights[3]));
-#if FORMAT == INT4
+#if FORMAT == INT4 || FORMAT == INT3
             // Zero points of tokens 2 q, 2 q + 1 and of those 8 behind
             const u32 zeros[2] = {
                 __shfl_sync(~0u, value_scales[0].zero, 8 * q) | __shfl_sync(~0u, value_scales[0].zero, 8 * q + 4) << 16,
@@ -253,6 +322,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) hopper_decode(
 #else
             const u32 zeros[2] = {0, 0};
 #endif
+#if FORMAT == INT3
+            u32 value_words[2][3];  // of tokens 2 q and 2 q + 1, and of those 8 behind: the half of words with the codes of g
+#pragma unroll
+            for (int i = 0; i < 6; i++) {
+                const u8* const first = value_rows + (2 * q + i / 3 * 8) * HEADS * ROW_BYTES;
+                const int word = 3 * (g / 2) + i % 3;
+                value_words[i / 3][i % 3] = __byte_perm(
+                    ((const u32*)first)[word], ((const u32*)(first + HEADS * ROW_BYTES))[word], g & 1 ? 0x7632 : 0x5410);
+            }
+#pragma unroll
+            for (int t = 0; t < HEAD_DIM / 16; t++) {
+                u32 left[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) left[i] = convert_slot(value_words[i / 2], 2 * t + (i & 1), zeros[i / 2]);
+#pragma unroll
+                for (int i = 0; i < 4; i++) sums[t][i] *= change[i & 1];
+                mma(sums[t], left, b0, b1);
+            }
+#else
 #pragma unroll
             for (int w = 0; w < WORDS / 8; w++) {
                 u32 words[4];
@@ -273,10 +361,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) hopper_decode(
                     mma(tile, left, b0, b1);
                 }
             }
+#endif
             __syncwarp();
             if (lane == 0) barrier_arrive(empty + 8 * stage);
         }
 
+        if (ROTATED) rotate_back(sums, lane);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
 #pragma unroll

@@ -32,7 +32,7 @@ class BoundedCachePages:
 
     def keys(self, layer: int, rows: Tensor) -> Tensor:  # [kv_heads, tokens, head_dim]
         keys, kv_quant = self.cache.keys[layer].flatten(0, 1)[rows].transpose(0, 1), self.cache.kv_quant[layer]
-        return keys if kv_quant is None else kv_quant.dequantize_keys(keys, self.dtype)
+        return keys if kv_quant is None else kv_quant.dequantize_unrotated(keys, self.dtype)
 
     def keep(
         self, rows: Tensor, attention: Mapping[int, Tensor], novel: Tensor, count: int, compressor: InfiniPotCompressor

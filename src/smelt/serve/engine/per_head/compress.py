@@ -38,10 +38,7 @@ class ChunkCompressor:
         ]  # rows, [kv_heads * region, ...]
         keys, values = (cache_rows.view(1, *source.shape, cache_rows.shape[-1]) for cache_rows in region_rows)
         if cache.kv_quant is not None:
-            keys, values = (
-                cache.kv_quant.dequantize_keys(keys, queries.dtype),
-                cache.kv_quant.dequantize(values, queries.dtype),
-            )
+            keys, values = (cache.kv_quant.dequantize_unrotated(rows, queries.dtype) for rows in (keys, values))
         scores = self._scores(chunk, queries, keys, values, scale)
         selected = _select_tokens(scores, target.shape[1], chunk.eviction.window)
         for cache_rows, old_rows in zip(pages, region_rows, strict=True):
