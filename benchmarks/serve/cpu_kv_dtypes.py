@@ -107,7 +107,7 @@ def _text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
     ]
     return (
         f"# Quantized KV cache on CPU\n\n{MODEL}, {options.texts} texts of {LENGTH:,} tokens, seed "
-        f"{SEED}. Keys in int4 are first multiplied by a Hadamard matrix.\n\n"
+        f"{SEED}. Keys and values in int4 and int3 are first multiplied by a Hadamard matrix.\n\n"
         + table(["dtype", "bytes per token", "perplexity", "change"], cells)
         + f"\n\nPrompts of {options.prompt:,} tokens, {options.cache_gb:g} GB of KV cache. One run.\n\n"
         + table(run_headings(), runs) + "\n"
