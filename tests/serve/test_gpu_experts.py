@@ -75,13 +75,16 @@ def quantize_experts(model: Model, weight: str, inputs: str | None = None, *, st
             quantized = scheme.weight.quantize(module.weight.detach().float())
             layer = QuantizedLinear.from_quantized(quantized, scheme, bias=None, dtype=module.weight.dtype)
             if static:
-                layer.set_static_input_scale(torch.full((module.in_features,), 3.0, device=DEVICE))
+                largest = 0.3 if path.endswith("down_proj") else 3.0  # gated activations are small
+                layer.set_static_input_scale(torch.full((module.in_features,), largest, device=DEVICE))
             parent, _, child = path.rpartition(".")
             setattr(model.network.get_submodule(parent), child, layer)
 
 
 def hidden_states(model: Model, tokens: int) -> Tensor:
-    return torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(1)).to(DEVICE, model.network.dtype)
+    """Return small values: what a mixture adds to larger ones would be lost when the sum is rounded."""
+    values = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(1)) / 256
+    return values.to(DEVICE, model.network.dtype)
 
 
 def mostly_close(actual: Tensor, reference: Tensor, tolerance: float) -> bool:
