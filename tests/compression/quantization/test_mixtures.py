@@ -123,7 +123,7 @@ def test_gptq_rounds_each_expert_against_its_own_hessian(folders: dict[str, Path
     for group in (group for group in layer_groups(block) if group.part.mixture):
         hessian = HessianObserver()
         observe(block_inputs, block, {group.layers[0].module: hessian})
-        for layer, matrix in zip(group.layers, method.round(group, hessian), strict=True):
+        for layer, matrix in zip(group.layers, method.round(group, hessian, method.weight_format), strict=True):
             assert torch.equal(model.network.get_submodule(layer.path).weight, matrix.dequantize())
 
 
