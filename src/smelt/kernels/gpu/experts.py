@@ -103,6 +103,22 @@ def is_padding(active, token, tokens):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def store_top_k(  # type: ignore[no-untyped-def]
+    logits, active, weights, experts, token, expert, slot, tokens, num_experts, TOP_K: tl.constexpr,
+    NORMALIZE: tl.constexpr, WEIGHT_DTYPE: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Choose and store the experts of tokens; return experts, numbers of the pairs and their mask [TOKENS, SLOTS]."""
+    probabilities = softmax_experts(logits, token, expert, tokens, num_experts)
+    index, value = top_experts(probabilities, expert, TOP_K, SLOTS, NORMALIZE)
+    index = tl.where(is_padding(active, token, tokens)[:, None], num_experts, index)
+    pair = token[:, None] * TOP_K + slot[None, :]
+    inside = (token < tokens)[:, None] & (slot < TOP_K)[None, :]
+    tl.store(weights + pair, value.to(WEIGHT_DTYPE).to(tl.float32), mask=inside)
+    tl.store(experts + pair, index, mask=inside)
+    return index, pair, inside
+
+
+@triton.jit
 def top_k_kernel(  # type: ignore[no-untyped-def]
     logits, active, weights, experts, tokens, num_experts, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr,
     WEIGHT_DTYPE: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
@@ -112,13 +128,10 @@ def top_k_kernel(  # type: ignore[no-untyped-def]
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    probabilities = softmax_experts(logits, token, expert, tokens, num_experts)
-    index, value = top_experts(probabilities, expert, TOP_K, SLOTS, NORMALIZE)
-    index = tl.where(is_padding(active, token, tokens)[:, None], num_experts, index)
-    pair = token[:, None] * TOP_K + slot[None, :]
-    inside = (token < tokens)[:, None] & (slot < TOP_K)[None, :]
-    tl.store(weights + pair, value.to(WEIGHT_DTYPE).to(tl.float32), mask=inside)
-    tl.store(experts + pair, index, mask=inside)
+    store_top_k(
+        logits, active, weights, experts, token, expert, slot, tokens, num_experts, TOP_K, NORMALIZE, WEIGHT_DTYPE,
+        SLOTS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -170,13 +183,10 @@ def route_kernel(  # type: ignore[no-untyped-def]
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    probabilities = softmax_experts(logits, token, expert, tokens, num_experts)
-    index, value = top_experts(probabilities, expert, TOP_K, SLOTS, NORMALIZE)
-    index = tl.where(is_padding(active, token, tokens)[:, None], num_experts, index)
-    pair = token[:, None] * TOP_K + slot[None, :]
-    inside = (token < tokens)[:, None] & (slot < TOP_K)[None, :]
-    tl.store(weights + pair, value.to(WEIGHT_DTYPE).to(tl.float32), mask=inside)
-    tl.store(experts + pair, index, mask=inside)
+    index, pair, inside = store_top_k(
+        logits, active, weights, experts, token, expert, slot, tokens, num_experts, TOP_K, NORMALIZE, WEIGHT_DTYPE,
+        SLOTS,
+    )  # fmt: skip
     chosen = tl.reshape(tl.where(inside, index, EXPERTS + 1), [TOKENS * SLOTS])  # what is no pair comes last
     pair = tl.reshape(pair, [TOKENS * SLOTS])
     order = chosen * (TOKENS * SLOTS) + tl.arange(0, TOKENS * SLOTS)
