@@ -12,7 +12,7 @@ Both halves of a word of int3 have five codes each, bits 0 to 14; the three top 
 one more. Counted from low to high bits and from word to word, those of low halves are the codes 0, 2, ..., 30 of the
 32, those of high halves 1, 3, ..., 31. A kernel thus reads a pair of neighboring codes by one shift and one mask.
 
-Keys and values may be rotated by a Hadamard matrix before they are quantized: channels that are large in every token no
+K and V may be rotated by a Hadamard matrix before they are quantized: channels that are large in every token no
 longer take up the full range (QuaRot, Ashkboos et al., 2024). Queries are rotated with the keys, which leaves their
 products unchanged; attention computes a rotated output from rotated values, and rotates it back.
 """
@@ -45,7 +45,7 @@ class KVQuantFormat:
 
     name: str
     head_dim: int
-    hadamard: bool = False  # rotate queries, keys and values by a Hadamard matrix
+    hadamard: bool = False  # rotate Q, K and V by a Hadamard matrix
 
     dtype: ClassVar[torch.dtype] = torch.uint8
 

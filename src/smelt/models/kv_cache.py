@@ -1,7 +1,7 @@
 """Quantized KV cache: keys and values are packed in a number format and dequantized when attention reads them.
 
 Each head's vector of a token is a row with its own group scales, so the cache can grow token by token and reorder beams
-without requantizing. Keys and values can be rotated by a Hadamard matrix before quantization and back after
+without requantizing. K and V can be rotated by a Hadamard matrix before quantization and back after
 dequantization: for keys, QuaRot's rotation of queries and keys after RoPE (Ashkboos et al., 2024).
 """
 

@@ -47,7 +47,7 @@ class Attention:
     query_norm: Norm | None = None  # per head, or of all heads together if `joint_norms`
     key_norm: Norm | None = None
     joint_norms: bool = False
-    clip: float | None = None  # bound of queries, keys and values, after their norms
+    clip: float | None = None  # bound of Q, K and V, after their norms
 
     @property
     def input_projections(self) -> tuple[nn.Module, ...]:

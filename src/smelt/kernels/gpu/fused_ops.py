@@ -186,7 +186,7 @@ def _launch_norm(
 def norm_and_clip_qkv(
     qkv: Tensor, query_weight: Tensor, key_weight: Tensor, epsilon: float, clip: float | None
 ) -> None:
-    """Apply RMSNorm to the queries and to the keys of all heads together, then clip, in place: queries, keys and values
+    """Apply RMSNorm to the queries and to the keys of all heads together, then clip, in place: Q, K and V
     are concatenated, [tokens, widths]."""
     query_width, key_width = len(query_weight), len(key_weight)
     padded = triton.next_power_of_2(max(query_width, key_width))

@@ -164,7 +164,7 @@ def decode_few(
     qkv: Tensor, key_pages: Tensor, value_pages: Tensor, metadata: DecodeMetadata, rotary: RotaryParams, scale: float,
     window: int | None = None, tiles: FewTiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """Apply RoPE to `qkv` [requests, (heads + 2 * KV heads) * head_dim], store keys and values, and attend.
+    """Apply RoPE to `qkv` [requests, (heads + 2 * KV heads) * head_dim], store K and V, and attend.
 
     Returns [requests, heads * head_dim].
     """

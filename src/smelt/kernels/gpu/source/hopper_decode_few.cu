@@ -2,7 +2,7 @@
 //
 // A block attends with HEADS query heads of one KV head to a part of the keys; the SPLITS parts of a request form a
 // cluster, whose blocks read each other's sums from shared memory. RoPE, the norms of queries and keys, and storing the
-// new token are part of it. Keys and values of earlier tokens are loaded before the kernel that computes the queries has
+// new token are part of it. K and V of earlier tokens are loaded before the kernel that computes the queries has
 // ended.
 //
 // hopper_attention.py defines HEAD_DIM, HEADS, GROUP (query heads per KV head), SPLITS, BLOCK_SIZE (tokens of a page),
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_decode_few(
         cosine[i] = cosines[max(length - 1, 0) * HEAD_DIM + lane + 32 * i];
         sine[i] = sines[max(length - 1, 0) * HEAD_DIM + lane + 32 * i];
     }
-    asm volatile("griddepcontrol.wait;" ::: "memory");  // queries, keys and values come from the kernel before
+    asm volatile("griddepcontrol.wait;" ::: "memory");  // Q, K and V come from the kernel before
     if (warp < HEADS || (warp < HEADS + 2 && has_new)) {
         const bool is_query = warp < HEADS, is_key = warp == HEADS;
         const int heads = kv_heads * GROUP;
