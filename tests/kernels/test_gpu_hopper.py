@@ -294,6 +294,15 @@ def test_all_kernels_compile(tmp_path: object, monkeypatch: pytest.MonkeyPatch) 
         nvrtc.compile_to_cubin("this is not CUDA", "kernel", "sm_90a")
 
 
+@pytest.mark.parametrize(("name", "dtype"), TABLE_FORMATS)
+def test_a_gemv_has_the_values_of_a_table_in_float16(name: str, dtype: torch.dtype) -> None:
+    layout = hopper_layout.layout_of(describe(packed_matrix(name, 64, 256)[0]), dtype)
+    assert layout is not None
+    values = torch.tensor(layout.table).to(FP16).view(torch.uint16).tolist()
+    line = "#define TABLE_VALUES " + ", ".join(f"0x{value:04X}" for value in values)
+    assert line in hopper.gemv_source(layout, GemvConfig(2, 3, 9, 2)).splitlines()
+
+
 REPORTED_FORMATS = [
     *((name, BF16) for name in ("int4/128@float16", "int3/128@float16", "int2/128@float16", "int8/128@float16")),
     *((name, BF16) for name in ("int4-asym/128", "mxfp4", "nvfp4", "nf4", *(name for name, _ in FOLDED_FORMATS[:3]))),

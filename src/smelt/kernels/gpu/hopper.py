@@ -425,7 +425,8 @@ def gemv_source(
         tiles |= {"X_LOADS": loads, "X_SCALE_DTYPE": ("float32", "float16", "bfloat16").index(scale_dtype)}
     else:
         dtype = getattr(torch, layout.operands)
-    return _source({**_definitions(layout, dtype), **tiles}, _read("hopper_gemv.cu"))
+    values = _table_definitions(layout, torch.float16)  # whatever the dtype of x is
+    return _source({**_definitions(layout, dtype), **values, **tiles}, _read("hopper_gemv.cu"))
 
 
 def dequantize_source(layout: Layout) -> str:

@@ -15,6 +15,11 @@ extern "C" __global__ void __launch_bounds__(128) hopper_dequantize(
     const u8* const tile = weights + ((u64)blockIdx.y * k_tiles + blockIdx.x) * W_TILE;
     u32 words[WORDS];
     load_words(words, tile, thread);
+#if FORMAT == FORMAT_TABLE
+    __shared__ float values[16][32];  // a copy for every lane, in its own bank
+    for (int i = thread; i < 16 * 32; i += 128) values[i / 32][i % 32] = FLOAT_VALUES[i / 32];
+    __syncthreads();
+#endif
 #pragma unroll
     for (int step = 0; step < K_STEPS; step++) {
         Parameters parameters;
@@ -32,8 +37,8 @@ extern "C" __global__ void __launch_bounds__(128) hopper_dequantize(
             if (row_scale) scale *= row_scale[min((int)blockIdx.y * 64 + to, rows - 1)];
             float low = from_half((u16)fragment[i]), high = from_half((u16)(fragment[i] >> 16));
 #if FORMAT == FORMAT_TABLE  // values in half precision would be rounded twice
-            low = FLOAT_VALUES[(words[step] >> (8 * i)) & 15];
-            high = FLOAT_VALUES[(words[step] >> (8 * i + 4)) & 15];
+            low = values[(words[step] >> (8 * i)) & 15][lane];
+            high = values[(words[step] >> (8 * i + 4)) & 15][lane];
 #endif
 #if SHIFTS
             const float by = load_scale(tile + CODE_BYTES, to, group), shift = load_shift(tile + CODE_BYTES, to, group);
