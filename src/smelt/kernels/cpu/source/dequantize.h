@@ -6,13 +6,16 @@
 // Compute the zero point term scale * (zero - center) of `size` groups from `first` on.
 inline void row_shifts(const LinearPlan& plan, int64_t first, int64_t size, const float* scale, float* shift) {
     const F32x16 center = broadcast(plan.center);
-    const uint8_t* bytes = static_cast<const uint8_t*>(plan.zero) + first;
-    for (int64_t i = 0; i < size; i += LANES) {
-        const auto read = [](const uint8_t* codes) { return to_float(bit_cast<int32_t>(widen(codes))); };
-        const F32x16 zero = plan.zero_type == BYTE ? read_padded(bytes + i, size - i, read)
-                                                   : load_floats(plan.zero, plan.zero_type, first + i, size - i);
-        store(load(scale + i) * (zero - center), shift + i);
-    }
+    const auto store_shifts = [&](const auto* zeros, auto read) SMELT_INLINE {
+        for_blocks(size, [&](int64_t i, int64_t lanes) SMELT_INLINE {
+            store(load(scale + i) * (read_padded(zeros + first + i, lanes, read) - center), shift + i);
+        });
+    };
+    const auto read_bytes = [](const uint8_t* zeros) SMELT_INLINE { return to_float(bit_cast<int32_t>(widen(zeros))); };
+    if (plan.zero_type == BYTE) store_shifts(static_cast<const uint8_t*>(plan.zero), read_bytes);
+    else if (plan.zero_type == FLOAT16) store_shifts(static_cast<const uint16_t*>(plan.zero), load_halves);
+    else if (plan.zero_type == BFLOAT16) store_shifts(static_cast<const uint16_t*>(plan.zero), load_bfloats);
+    else store_shifts(static_cast<const float*>(plan.zero), [](const float* zeros) SMELT_INLINE { return load(zeros); });
 }
 
 // Load the scales of `count` rows in float32. With zero points, `shift` = scale * (zero - center) times the sum of the
@@ -20,8 +23,13 @@ inline void row_shifts(const LinearPlan& plan, int64_t first, int64_t size, cons
 inline void row_scales(const LinearPlan& plan, int64_t row, int64_t count, float* scale, float* shift) {
     const int64_t first = row * plan.scale_stride, size = plan.scale_stride ? count * plan.groups : 1;
     int64_t i = 0;
-    if (plan.scale_type == FLOAT16)
-        for (; i < size; i += LANES) store(load_floats(plan.scale, FLOAT16, first + i, size - i), scale + i);
+    if (plan.scale_type == FLOAT16) {
+        const uint16_t* halves = static_cast<const uint16_t*>(plan.scale) + first;
+        for_blocks(size, [&](int64_t k, int64_t lanes) SMELT_INLINE {
+            store(read_padded(halves + k, lanes, load_halves), scale + k);
+        });
+        i = size;
+    }
     for (; i < size; ++i) scale[i] = load_float(plan.scale, plan.scale_type, first + i, plan.scale_table);
     if (plan.divisor)
         for (i = 0; i < size; ++i) scale[i] /= *plan.divisor;

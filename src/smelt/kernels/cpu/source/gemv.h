@@ -57,13 +57,18 @@ inline RowInputs row_inputs(const LinearPlan& plan, const void* x, int64_t token
     return in;
 }
 
-// Zero point term, per lane: sum over groups of shift * sum of inputs.
-inline F32x16 zero_point_term(const LinearPlan& plan, const float* shift, const float* sums) {
-    F32x16 total = zero<float>();
-    for_blocks(plan.groups, [&](int64_t g, int64_t lanes) SMELT_INLINE {
-        total = mul_add(load_first(shift + g, lanes), load(sums + g), total);
-    });
-    return total;
+// Subtract the zero point term, the sum over groups of shift * sum of inputs, from the lanes of a row.
+HWY_INLINE FloatRegister without_zero_points(
+    const LinearPlan& plan, FloatRegister lanes, const float* shift, const float* sums) {
+    if (!plan.zero) return lanes;
+    const Tag<float> tag;
+    FloatRegister term = hn::Zero(tag);
+    int64_t g = 0;
+    for (; g + PART_LANES <= plan.groups; g += PART_LANES)
+        term = hn::MulAdd(hn::LoadU(tag, shift + g), hn::LoadU(tag, sums + g), term);
+    if (g < plan.groups)
+        term = hn::MulAdd(hn::LoadN(tag, shift + g, size_t(plan.groups - g)), hn::LoadU(tag, sums + g), term);
+    return hn::Sub(lanes, term);
 }
 
 // Store the results of a block of rows for one token, with the bias.
@@ -101,8 +106,9 @@ inline void multiply_rows(
     const LinearPlan& plan, const Source& rows, const float* scale, const float* shift, const RowInputs& in,
     int64_t token, float* sums) {
     const float *x = in.x + token * in.padded, *input_sums = in.sums + token * in.padded_groups;
-    F32x16 total[Rows * Tokens];
-    unroll<Rows * Tokens>([&](auto i) SMELT_INLINE { total[i] = zero<float>(); });
+    const Tag<float> tag;
+    FloatRegister total[Rows * Tokens];
+    unroll<Rows * Tokens>([&](auto i) SMELT_INLINE { total[i] = hn::Zero(tag); });
     for (int64_t g = 0; g < plan.groups; ++g) {
         F32x16 part[Rows * Tokens];
         unroll<Rows * Tokens>([&](auto i) SMELT_INLINE { part[i] = zero<float>(); });
@@ -117,16 +123,15 @@ inline void multiply_rows(
                 });
             });
         unroll<Rows * Tokens>([&](auto i) SMELT_INLINE {
-            total[i] = mul_add(part[i], broadcast(scale[i % Rows * plan.groups + g]), total[i]);
+            total[i] = hn::MulAdd(add_parts(part[i]), hn::Set(tag, scale[i % Rows * plan.groups + g]), total[i]);
         });
     }
     unroll<Tokens>([&](auto t) SMELT_INLINE {
-        F32x16 lanes[4];
+        FloatRegister lanes[4];
         unroll<4>([&](auto i) SMELT_INLINE {
             constexpr int r = i % Rows;
-            lanes[i] = total[t * Rows + r];
-            if (plan.zero && i < Rows)
-                lanes[i] = lanes[i] - zero_point_term(plan, shift + r * plan.groups, input_sums + t * in.padded_groups);
+            const float *row_shift = shift + r * plan.groups, *group_sums = input_sums + t * in.padded_groups;
+            lanes[i] = i < Rows ? without_zero_points(plan, total[t * Rows + r], row_shift, group_sums) : total[0];
         });
         float four[4];
         sum_lanes(lanes[0], lanes[1], lanes[2], lanes[3], four);

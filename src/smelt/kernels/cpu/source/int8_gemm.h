@@ -11,12 +11,12 @@ constexpr int64_t TOKEN_BLOCK = 16;
 
 struct GemmBuffers {  // per thread
     uint8_t* bytes;   // [BLOCK / GEMM_ROWS, padded columns / 64, GEMM_ROWS, 64]
-    float* total;     // [TOKEN_BLOCK, BLOCK, 16]: sums of a token and a row, 16 lanes each
+    float* total;     // [TOKEN_BLOCK, BLOCK, SUM_LANES]: sums of a token and a row
 };
 
 inline GemmBuffers gemm_buffers(int64_t padded) {
     static thread_local Scratch bytes, total;
-    return {bytes.get<uint8_t>(BLOCK * padded), total.get<float>(TOKEN_BLOCK * BLOCK * LANES)};
+    return {bytes.get<uint8_t>(BLOCK * padded), total.get<float>(TOKEN_BLOCK * BLOCK * SUM_LANES)};
 }
 
 // Call multiply(tokens, token) for each few tokens of a block; `tokens` is a compile-time constant.
@@ -37,24 +37,21 @@ inline void store_tokens(
     for (int64_t t = 0; t < count; ++t) {
         alignas(64) float sums[BLOCK];
         for (int r = 0; r < BLOCK; r += 4) {
-            F32x16 lanes[4];
+            FloatRegister lanes[4];
             unroll<4>([&](auto i) SMELT_INLINE {
-                lanes[i] = load(total + (t * BLOCK + r + i) * LANES);
+                FloatSums row_sums;
+                unroll<SUMS>([&](auto h) SMELT_INLINE {
+                    row_sums.half[h] =
+                        hn::Load(Tag<float>(), total + (t * BLOCK + r + i) * SUM_LANES + h * PART_LANES);
+                });
                 const float *row_shift = shift + (r + i) * plan.groups,
                             *group_sums = in.sums + (token + t) * in.padded_groups;
-                if (plan.zero) lanes[i] = lanes[i] - zero_point_term(plan, row_shift, group_sums);
+                lanes[i] = without_zero_points(plan, add_halves(row_sums), row_shift, group_sums);
             });
             sum_lanes(lanes[0], lanes[1], lanes[2], lanes[3], sums + r);
         }
         store_block(plan, y, token + t, row, load(sums) * broadcast(in.scale[token + t]));
     }
-}
-
-// Scales of the lanes of one register.
-HWY_INLINE hn::Vec<Tag<float>> part_steps(
-    const Segments& segments, const float* scale, ChunkGroups groups, int part) {
-    if constexpr (PARTS == 1) return segments.steps(scale, groups).part[0];
-    else return hn::Set(Tag<float>(), scale[part < PARTS / 2 ? groups.low : groups.high]);
 }
 
 // Multiply `Rows` rows from `row` on with `Tokens` tokens from `token` on, both in the block, as in `int8_dot`. `first`
@@ -65,33 +62,39 @@ inline void multiply_tokens(
     int row, int token) {
     const Tag<float> floats;
     const Tag<int32_t> ints;
-    const int64_t num_groups = segments.plan.groups, token_stride = segments.count * LANES;
+    const int64_t num_groups = segments.plan.groups, token_stride = segments.count * SUM_LANES;
     const float* row_scale = scale + row * num_groups;
-    for (int p = 0; p < PARTS; ++p) {
-        const uint8_t* weights = buffers.bytes + row * in.padded + p * 4 * PART_LANES;
-        const int8_t* x = in.at(first + token, 0) + p * 4 * PART_LANES;
-        const int32_t* start = in.offset_sums + (first + token) * token_stride + p * PART_LANES;
+    for (int h = 0; h < SUMS; ++h) {
+        const int64_t offset = h * PARTS_PER_SUM * 4 * PART_LANES;
+        const uint8_t* weights = buffers.bytes + row * in.padded + offset;
+        const int8_t* x = in.at(first + token, 0) + offset;
+        const int32_t* start = in.offset_sums + (first + token) * token_stride + h * PART_LANES;
         IntRegister part[Rows * Tokens];
-        hn::Vec<Tag<float>> total[Rows * Tokens];
+        FloatRegister total[Rows * Tokens];
         unroll<Rows * Tokens>([&](auto i) SMELT_INLINE {
             part[i] = hn::Load(ints, start + i / Rows * token_stride);
             total[i] = hn::Zero(floats);
         });
         ChunkGroups groups = segments.next_groups(0, {});
         for (int64_t k = 0, segment = 0, end = segments.end(0); k < in.padded; k += CHUNK) {
-            ByteRegister w[Rows];
-            unroll<Rows>([&](auto r) SMELT_INLINE { w[r] = hn::Load(Tag<uint8_t>(), weights + k * Rows + r * CHUNK); });
-            unroll<Tokens>([&](auto t) SMELT_INLINE {
-                const auto values = hn::Load(Tag<int8_t>(), x + k * GEMM_TOKENS + t * CHUNK);
+            unroll<PARTS_PER_SUM>([&](auto p) SMELT_INLINE {
+                ByteRegister w[Rows];
                 unroll<Rows>([&](auto r) SMELT_INLINE {
-                    part[t * Rows + r] = dot_bytes<Layout>(w[r], values, part[t * Rows + r]);
+                    w[r] = hn::Load(Tag<uint8_t>(), weights + k * Rows + r * CHUNK + p * 4 * PART_LANES);
+                });
+                unroll<Tokens>([&](auto t) SMELT_INLINE {
+                    const auto values =
+                        hn::Load(Tag<int8_t>(), x + k * GEMM_TOKENS + t * CHUNK + p * 4 * PART_LANES);
+                    unroll<Rows>([&](auto r) SMELT_INLINE {
+                        part[t * Rows + r] = dot_bytes<Layout>(w[r], values, part[t * Rows + r]);
+                    });
                 });
             });
             if (k + CHUNK < end) continue;
-            start += LANES;
-            hn::Vec<Tag<float>> steps[Rows];
+            start += SUM_LANES;
+            FloatRegister steps[Rows];
             unroll<Rows>([&](auto r) SMELT_INLINE {
-                steps[r] = part_steps(segments, row_scale + r * num_groups, groups, p);
+                steps[r] = segments.steps(row_scale + r * num_groups, groups, h);
             });
             unroll<Rows * Tokens>([&](auto i) SMELT_INLINE {
                 total[i] = hn::MulAdd(hn::ConvertTo(floats, part[i]), steps[i % Rows], total[i]);
@@ -99,9 +102,9 @@ inline void multiply_tokens(
             });
             end = segments.end(++segment), groups = segments.next_groups(segment, groups);
         }
-        float* totals = buffers.total + (token * BLOCK + row) * LANES + p * PART_LANES;
+        float* totals = buffers.total + (token * BLOCK + row) * SUM_LANES + h * PART_LANES;
         unroll<Rows * Tokens>([&](auto i) SMELT_INLINE {
-            hn::Store(total[i], floats, totals + (i / Rows * BLOCK + i % Rows) * LANES);
+            hn::Store(total[i], floats, totals + (i / Rows * BLOCK + i % Rows) * SUM_LANES);
         });
     }
 }

@@ -105,6 +105,25 @@ HWY_INLINE U8x64 chunk_bytes(
 using ByteRegister = hn::Vec<Tag<uint8_t>>;
 using IntRegister = hn::Vec<Tag<int32_t>>;
 
+// Sums of a chunk, in integers or floats: one register with AVX-512, otherwise one for each half, since more would not
+// fit beside those of other rows.
+constexpr int SUMS = PARTS > 1 ? 2 : 1, SUM_LANES = SUMS * PART_LANES, PARTS_PER_SUM = PARTS / SUMS;
+struct IntSums {
+    IntRegister half[SUMS];
+};
+struct FloatSums {
+    FloatRegister half[SUMS];
+};
+
+HWY_INLINE IntSums load_sums(const int32_t* values) {
+    IntSums sums;
+    unroll<SUMS>([&](auto h) SMELT_INLINE { sums.half[h] = hn::Load(Tag<int32_t>(), values + h * PART_LANES); });
+    return sums;
+}
+HWY_INLINE FloatRegister add_halves(FloatSums sums) {
+    return SUMS == 1 ? sums.half[0] : hn::Add(sums.half[0], sums.half[SUMS - 1]);
+}
+
 // Add the products of weights and inputs to `sum`, four to a lane.
 template <CodeLayout Layout>
 HWY_INLINE IntRegister dot_bytes(ByteRegister weights, hn::Vec<Tag<int8_t>> x, IntRegister sum) {
@@ -112,6 +131,9 @@ HWY_INLINE IntRegister dot_bytes(ByteRegister weights, hn::Vec<Tag<int8_t>> x, I
     const Tag<int16_t> words;
 #ifdef __AVX512VNNI__  // Highway requires other extensions for it, which Cascade Lake does not have
     return IntRegister{_mm512_dpbusd_epi32(sum.raw, weights.raw, x.raw)};
+#endif
+#ifdef __ARM_FEATURE_DOTPROD  // Highway requires bf16 for it, which Neoverse N1 and Apple M1 do not have
+    return IntRegister(vdotq_s32(sum.raw, vreinterpretq_s8_u8(weights.raw), x.raw));
 #endif
     if constexpr (SIGNED_WEIGHTS) {
         return hn::SumOfMulQuadAccumulate(tag, hn::BitCast(Tag<int8_t>(), weights), x, sum);
@@ -178,21 +200,23 @@ struct Segments {
     // Groups of a segment, given those of the segment before.
     ChunkGroups next_groups(int64_t segment, ChunkGroups groups) const {
         if (!halves) return {segment, segment};
+        if (plan.group == 32) return {2 * segment, std::min(2 * segment + 1, plan.groups - 1)};  // without branches
         const int64_t k = segment * CHUNK;
         while ((groups.low + 1) * plan.group <= k) ++groups.low;
         const bool splits = groups.low + 1 < plan.groups && (groups.low + 1) * plan.group <= k + 32;
         return {groups.low, groups.low + splits};
     }
 
-    // Scales of the lanes in a segment of a row.
-    F32x16 steps(const float* scale, ChunkGroups groups) const {
-        return halves ? broadcast_halves(scale[groups.low], scale[groups.high]) : broadcast(scale[groups.low]);
+    // Scales of the lanes of one register of sums in a segment of a row.
+    HWY_INLINE FloatRegister steps(const float* scale, ChunkGroups groups, int half) const {
+        if constexpr (SUMS == 2) return hn::Set(Tag<float>(), scale[half ? groups.high : groups.low]);
+        return (halves ? broadcast_halves(scale[groups.low], scale[groups.high]) : broadcast(scale[groups.low])).part[0];
     }
 };
 
 struct Int8Inputs {
     int8_t* codes;         // [tokens / tile, padded / 64, tile, 64] in chunk order
-    int32_t* offset_sums;  // [tokens, segments, 16]: -offset * sum of codes in each lane, where sums start
+    int32_t* offset_sums;  // [tokens, segments, SUM_LANES]: -offset * sum of codes in each lane, where sums start
     float* sums;           // [tokens, groups]
     float* scale;          // [tokens]
     int64_t padded, padded_groups;
@@ -209,7 +233,7 @@ inline Int8Inputs int8_inputs(const LinearPlan& plan, const void* x, int64_t tok
     const int64_t padded = segments.padded, groups = round_up(plan.groups, LANES);
     Int8Inputs in{
         codes.get<int8_t>(round_up(tokens, tile) * padded),
-        offset_sums.get<int32_t>((tokens * segments.count + 1) * LANES),
+        offset_sums.get<int32_t>((tokens * segments.count + 1) * SUM_LANES),
         sums.get<float>(tokens * groups),
         scale.get<float>(tokens),
         padded,
@@ -223,18 +247,23 @@ inline Int8Inputs int8_inputs(const LinearPlan& plan, const void* x, int64_t tok
         int8_t* in_order = all_codes + token * padded;
         in.scale[token] = quantize_inputs(plan, x, token, in_order, padded);
         for (int64_t segment = 0; segment < segments.count; ++segment) {
-            I32x16 sums_of_four = zero<int32_t>();
+            IntSums sums_of_four;
+            unroll<SUMS>([&](auto h) SMELT_INLINE { sums_of_four.half[h] = hn::Zero(Tag<int32_t>()); });
             for (int64_t k = segment * segments.columns; k < segments.end(segment); k += CHUNK) {
                 alignas(64) int8_t chunk[CHUNK];
                 for (int p = 0; p < CHUNK; ++p) chunk[p] = in_order[k + order[p]];
                 const I8x64 ordered = load(chunk);
                 store(ordered, in.at(token, k));
-                sums_of_four = for_parts<int32_t>([&](auto p) {
-                    return dot_bytes<NIBBLES>(hn::Set(Tag<uint8_t>(), 1), ordered.part[p], sums_of_four.part[p]);
+                unroll<PARTS>([&](auto p) SMELT_INLINE {
+                    auto& sum = sums_of_four.half[p / PARTS_PER_SUM];
+                    sum = dot_bytes<NIBBLES>(hn::Set(Tag<uint8_t>(), 1), ordered.part[p], sum);
                 });
             }
-            const I32x16 offset = broadcast<int32_t>(-code_offset(plan));
-            store(sums_of_four * offset, in.offset_sums + (token * segments.count + segment) * LANES);
+            const auto offset = hn::Set(Tag<int32_t>(), -code_offset(plan));
+            int32_t* starts = in.offset_sums + (token * segments.count + segment) * SUM_LANES;
+            unroll<SUMS>([&](auto h) SMELT_INLINE {
+                hn::Store(hn::Mul(sums_of_four.half[h], offset), Tag<int32_t>(), starts + h * PART_LANES);
+            });
         }
         for (int64_t g = 0; g < groups; ++g) {
             int32_t sum = 0;
@@ -248,46 +277,52 @@ inline Int8Inputs int8_inputs(const LinearPlan& plan, const void* x, int64_t tok
 // Multiply four rows with the only token: sums [4].
 template <CodeLayout Layout>
 inline void int8_dot(
-    const LinearPlan& plan, int64_t row, const uint8_t* const* codes, const float* scale, const float* shift,
+    const LinearPlan& plan, const Segments& segments, int64_t row, const uint8_t* const* codes, const float* scale, const float* shift,
     const Int8Inputs& in, float* sums) {
+    const Tag<float> floats;
     const uint8_t* zeros[4];
-    F32x16 total[4];
+    FloatSums total[4];
     unroll<4>([&](auto r) SMELT_INLINE {
         zeros[r] = row_zero_points(plan, std::min(row + r, plan.rows - 1));
-        total[r] = zero<float>();
+        unroll<SUMS>([&](auto h) SMELT_INLINE { total[r].half[h] = hn::Zero(floats); });
     });
-    const Segments segments(plan);
     constexpr int BITS = Layout == BYTES ? 8 : 4;
     ChunkGroups groups = segments.next_groups(0, {});
-    I32x16 part[4];
-    unroll<4>([&](auto r) SMELT_INLINE { part[r] = load(in.offset_sums); });
+    IntSums part[4];
+    unroll<4>([&](auto r) SMELT_INLINE { part[r] = load_sums(in.offset_sums); });
     for (int64_t k = 0, segment = 0, end = segments.end(0); k < segments.padded; k += CHUNK) {
         const I8x64 x = load(in.codes + k);
         unroll<4>([&](auto r) SMELT_INLINE {
-            prefetch_codes(codes[r], k * BITS / 8, (k + CHUNK) * BITS / 8);
+            __builtin_prefetch(codes[r] + k * BITS / 8 + PREFETCH_BYTES, 0, 3);
             const U8x64 weights = chunk_bytes<Layout>(plan, codes[r], k, zeros[r], groups);
-            part[r] = for_parts<int32_t>([&](auto p) {
-                return dot_bytes<Layout>(weights.part[p], x.part[p], part[r].part[p]);
+            unroll<PARTS>([&](auto p) SMELT_INLINE {
+                auto& sum = part[r].half[p / PARTS_PER_SUM];
+                sum = dot_bytes<Layout>(weights.part[p], x.part[p], sum);
             });
         });
         if (k + CHUNK < end) continue;
+        const IntSums start = load_sums(in.offset_sums + (segment + 1) * SUM_LANES);  // room beyond the last segment
         unroll<4>([&](auto r) SMELT_INLINE {
-            total[r] = mul_add(to_float(part[r]), segments.steps(scale + r * plan.groups, groups), total[r]);
-            part[r] = load(in.offset_sums + (segment + 1) * LANES);  // the buffer has room beyond the last segment
+            unroll<SUMS>([&](auto h) SMELT_INLINE {
+                const auto steps = segments.steps(scale + r * plan.groups, groups, h);
+                total[r].half[h] = hn::MulAdd(hn::ConvertTo(floats, part[r].half[h]), steps, total[r].half[h]);
+            });
+            part[r] = start;
         });
         end = segments.end(++segment), groups = segments.next_groups(segment, groups);
     }
-    if (plan.zero)
-        unroll<4>([&](auto r) SMELT_INLINE {
-            total[r] = total[r] - zero_point_term(plan, shift + r * plan.groups, in.sums);
-        });
-    sum_lanes(total[0], total[1], total[2], total[3], sums);
+    FloatRegister lanes[4];
+    unroll<4>([&](auto r) SMELT_INLINE {
+        lanes[r] = without_zero_points(plan, add_halves(total[r]), shift + r * plan.groups, in.sums);
+    });
+    sum_lanes(lanes[0], lanes[1], lanes[2], lanes[3], sums);
 }
 
 // Multiply with one token.
 template <CodeLayout Layout>
 inline void int8_product(const LinearPlan& plan, const void* x, void* y, int threads) {
     const Int8Inputs in = int8_inputs(plan, x, 1);
+    const Segments segments(plan);
 #pragma omp parallel num_threads(threads)
     {
         const RowBuffers buffers = row_buffers(plan);
@@ -299,7 +334,7 @@ inline void int8_product(const LinearPlan& plan, const void* x, void* y, int thr
             alignas(64) float sums[BLOCK];
             for (int r = 0; r < BLOCK; r += 4)
                 int8_dot<Layout>(
-                    plan, row + r, codes + r, buffers.scale + r * plan.groups, buffers.shift + r * plan.groups, in,
+                    plan, segments, row + r, codes + r, buffers.scale + r * plan.groups, buffers.shift + r * plan.groups, in,
                     sums + r);
             store_block(plan, y, 0, row, load(sums) * broadcast(in.scale[0]));
         }

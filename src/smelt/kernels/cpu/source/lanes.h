@@ -141,7 +141,7 @@ inline const uint8_t* padded_row_codes(const LinearPlan& plan, int64_t row, uint
 // are too late.
 constexpr int64_t PREFETCH_BYTES = 8192;
 
-inline void prefetch_codes(const uint8_t* codes, int64_t begin, int64_t end) {
+HWY_INLINE void prefetch_codes(const uint8_t* codes, int64_t begin, int64_t end) {
     for (int64_t offset = begin; offset < end; offset += 64) __builtin_prefetch(codes + offset + PREFETCH_BYTES, 0, 3);
 }
 

@@ -34,6 +34,7 @@ using I32x16 = Vector<int32_t>;
 using U32x16 = Vector<uint32_t>;
 using U8x64 = Vector<uint8_t>;
 using I8x64 = Vector<int8_t>;
+using FloatRegister = hn::Vec<Tag<float>>;
 
 template <class Body, size_t... Index>
 HWY_INLINE void unroll(Body body, std::index_sequence<Index...>) {
@@ -161,7 +162,7 @@ HWY_INLINE void store_bytes(U32x16 v, uint8_t* bytes) {
 }
 
 // Add all registers lane by lane.
-HWY_INLINE hn::Vec<Tag<float>> add_parts(F32x16 v) {
+HWY_INLINE FloatRegister add_parts(F32x16 v) {
     if constexpr (PARTS == 1) return v.part[0];
     else if constexpr (PARTS == 2) return hn::Add(v.part[0], v.part[1]);
     else return hn::Add(hn::Add(v.part[0], v.part[1]), hn::Add(v.part[2], v.part[3]));
@@ -191,14 +192,16 @@ HWY_INLINE hn::Vec<hn::Full128<float>> add_blocks(D d, hn::Vec<D> v) {
     }
 }
 
-// Sum the lanes of each of four vectors: sums [4].
-HWY_INLINE void sum_lanes(F32x16 a, F32x16 b, F32x16 c, F32x16 d, float* sums) {
+// Sum the lanes of each of four registers: sums [4].
+HWY_INLINE void sum_lanes(FloatRegister a, FloatRegister b, FloatRegister c, FloatRegister d, float* sums) {
     const Tag<float> tag;
     const Tag<double> pairs;
-    const auto a1 = add_parts(a), b1 = add_parts(b), c1 = add_parts(c), d1 = add_parts(d);
-    const auto ab = hn::BitCast(pairs, hn::Add(hn::InterleaveLower(tag, a1, b1), hn::InterleaveUpper(tag, a1, b1)));
-    const auto cd = hn::BitCast(pairs, hn::Add(hn::InterleaveLower(tag, c1, d1), hn::InterleaveUpper(tag, c1, d1)));
+    const auto ab = hn::BitCast(pairs, hn::Add(hn::InterleaveLower(tag, a, b), hn::InterleaveUpper(tag, a, b)));
+    const auto cd = hn::BitCast(pairs, hn::Add(hn::InterleaveLower(tag, c, d), hn::InterleaveUpper(tag, c, d)));
     const auto low = hn::BitCast(tag, hn::InterleaveLower(pairs, ab, cd)),
                high = hn::BitCast(tag, hn::InterleaveUpper(pairs, ab, cd));
     hn::StoreU(add_blocks(tag, hn::Add(low, high)), hn::Full128<float>(), sums);
+}
+HWY_INLINE void sum_lanes(F32x16 a, F32x16 b, F32x16 c, F32x16 d, float* sums) {
+    sum_lanes(add_parts(a), add_parts(b), add_parts(c), add_parts(d), sums);
 }
