@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import statistics
 import subprocess
 import tempfile
@@ -45,9 +46,10 @@ def main() -> None:
                 result += _peer(name, interpreter, options, job)
         for dtype in (torch.bfloat16, torch.float32):
             result += _ours(options.gguf, batches, dtype)
+        result += _ours(options.gguf, batches, torch.float32, activation_dtype="int8")
         result += _transformers(batches)
         rows += [{"round": turn, **row} for row in result]
-        write("serve_cpu", rows, _text(rows))
+        write(f"serve_cpu_{platform.machine()}", rows, _text(rows))
 
 
 def _options() -> argparse.Namespace:
@@ -77,15 +79,18 @@ def _peer(name: str, interpreter: str, options: argparse.Namespace, asked: dict[
     ]
 
 
-def _ours(source: str, batches: list[list[list[int]]], kind: torch.dtype) -> list[dict[str, Any]]:
-    model = load(source, packed=True, dtype=kind)
-    engine = Engine(model, max_model_len=1024, max_num_seqs=max(STREAMS), enable_prefix_caching=False)
+def _ours(
+    source: str, batches: list[list[list[int]]], dtype: torch.dtype, activation_dtype: str | None = None
+) -> list[dict[str, Any]]:
+    model = load(source, packed=True, dtype=dtype)
+    limits: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": max(STREAMS)}
+    engine = Engine(model, **limits, enable_prefix_caching=False, activation_dtype=activation_dtype)
     assert engine.runner.backend == "compiled-cpu", engine.runner.backend
     rows = []
     for batch in batches:
         _generate(engine, batch, 4)
         seconds, decoding = _generate(engine, batch, ANSWER)
-        name = f"Smelt, inputs in {str(kind).removeprefix('torch.')}"
+        name = f"Smelt, activations in {activation_dtype or str(dtype).removeprefix('torch.')}"
         rows.append(_row(name, len(batch), seconds, decoding=decoding, path=engine.runner.backend))
     return rows
 
@@ -137,7 +142,9 @@ def _text(rows: list[dict[str, Any]]) -> str:
         f"Tokens generated per second, prompts of {PROMPT} tokens included (in parentheses: decode only), medians "
         f"of {1 + max(row['round'] for row in rows)} alternating rounds; {ANSWER} "
         "tokens per answer, greedy, the same GGUF file (Q4_1, head Q8_0) and prompts for all; transformers from the "
-        "same weights in float32.\n\n" + table(["", *(f"{streams} streams" for streams in STREAMS)], cells)
+        "same weights in float32. llama.cpp and OpenVINO quantize the inputs of quantized layers to int8 (per block of "
+        "32 and per group), Smelt with `activation_dtype` int8 (per token).\n\n"
+        + table(["", *(f"{streams} streams" for streams in STREAMS)], cells)
     )
 
 

@@ -241,6 +241,29 @@ def test_a_quantized_network() -> None:
     assert answers(Engine(model, **SMALL), prompts()) == reference
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_activations_quantized_at_load_are_rounded_per_token(compiled: bool) -> None:
+    model = Model(BUILDS["llama"]())
+    RoundToNearest(bits=4, group_size=32, allow_partial_group=True).apply(model, MethodContext())
+    network = copy.deepcopy(model.network)
+    engine = Engine(model, compiled=compiled, activation_dtype="int8", **SMALL)
+    assert engine.backend.endswith(", int8 activations")
+    rounded = [path for path, layer in quantized_layers(model.network).items() if layer.scheme.inputs is not None]
+    assert len(rounded) > 3
+    for path in rounded:
+        network.get_submodule(path).round_inputs = get_format("int8").fake_quantize
+    assert answers(engine, prompts()) == [expected(network, prompt) for prompt in prompts()]
+
+
+def test_activations_that_no_layer_can_quantize_are_refused() -> None:
+    with pytest.raises(ConfigError, match="there is no activation dtype 'int2'; there is int8"):
+        Engine(Model(BUILDS["llama"]()), **SMALL, activation_dtype="int2")
+    with pytest.raises(ModelError, match="no layer of this model can take int8 activations on cpu"):
+        Engine(Model(BUILDS["llama"]()), **SMALL, activation_dtype="int8")
+    with pytest.raises(ModelError, match="activations are not quantized at load on several devices yet"):
+        Engine(Model(BUILDS["llama"]()), **SMALL, activation_dtype="int8", tensor_parallel_size=2)
+
+
 def test_a_sliding_window_is_respected() -> None:
     network = BUILDS["mistral"]()
     network.config.sliding_window = 6

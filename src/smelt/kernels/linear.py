@@ -61,6 +61,7 @@ class LinearKernel(ABC):
     """One way to compute `x W^T + b` with a packed W."""
 
     name: ClassVar[str]
+    quantizes_inputs: ClassVar[bool] = False  # multiplies the codes of quantized inputs
 
     @abstractmethod
     def supports(self, packed: PackedMatrix, inputs: ActivationQuant | None, dtype: torch.dtype) -> bool:

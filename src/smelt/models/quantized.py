@@ -384,6 +384,21 @@ def quantize_lm_head(network: Any, weight: Format) -> None:
     network.set_output_embeddings(layer.to(head.weight.device))
 
 
+def quantize_activations(network: nn.Module, inputs: Format) -> int:
+    """Quantize the inputs of weight-only layers, scaled per token, where a kernel multiplies integers.
+
+    Return how many layers changed; layers whose inputs have a format keep it.
+    """
+    changed = 0
+    for layer in quantized_layers(network).values():
+        if layer.scheme.inputs is None:
+            dtype = getattr(network, "dtype", torch.float32)
+            if select_kernel(layer.packed, ActivationQuant(inputs), dtype).quantizes_inputs:
+                layer.scheme, layer._selected = replace(layer.scheme, inputs=inputs), None
+                changed += 1
+    return changed
+
+
 def prepare_quantized_layers(network: nn.Module, schemes: Any, where: str) -> None:
     """Replace the named layers of a freshly built network by quantized ones without tensors."""
     if not isinstance(schemes, dict):

@@ -28,7 +28,6 @@ class FloatLinear(LinearKernel):
     """Dequantize weights to float32 in registers. Quantized inputs are fake-quantized first."""
 
     name = "cpu-float"
-    quantizes_inputs = False
 
     def __init__(self, library: Any) -> None:
         if library.smelt_plan_size() != ctypes.sizeof(LinearPlan):

@@ -50,6 +50,7 @@ class EightBit(LinearKernel):
     """int8 inputs with per-row or static scales and 4- or 8-bit integer or dINT4 weights; or E4M3 for both."""
 
     name = "triton-eight-bit"
+    quantizes_inputs = True
 
     def supports(self, packed: PackedMatrix, inputs: ActivationQuant | None, dtype: torch.dtype) -> bool:
         if inputs is None or dtype not in HALF or not runs_on(packed.device) or not _has_supported_scales(inputs):

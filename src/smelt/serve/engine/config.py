@@ -75,6 +75,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     compiled: bool = True  # False: run the network eagerly even where a compiled path exists
     lm_head_dtype: str | None = None  # int8: quantize the LM head at load, per row; by default as the model has it
+    activation_dtype: str | None = None  # int8: quantize the inputs of 4- and 8-bit layers, per token, at every step
     kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
 
     def __post_init__(self) -> None:
@@ -84,8 +85,12 @@ class EngineConfig:
         )  # fmt: skip
         if self.lm_head_dtype not in (None, "int8"):
             raise ConfigError(f"there is no LM head dtype {self.lm_head_dtype!r}; there is int8.")
+        if self.activation_dtype not in (None, "int8"):
+            raise ConfigError(f"there is no activation dtype {self.activation_dtype!r}; there is int8.")
         if self.tensor_parallel_size > 1:
             cache = self.kv_cache
+            if self.activation_dtype is not None:
+                raise ModelError("activations are not quantized at load on several devices yet: use one.")
             if self.lm_head_dtype is not None:
                 raise ModelError("a quantized LM head is not split over several devices yet: use one.")
             if cache.kv_profile is not None:

@@ -81,8 +81,10 @@ class Engine:
     @property
     def backend(self) -> str:
         """Return what runs a step, and what it quantizes that the model does not."""
-        head = self.config.lm_head_dtype
-        return self.runner.backend + (f", {head} LM head" if head is not None else "")
+        head, activations = self.config.lm_head_dtype, self.config.activation_dtype
+        more = [f"{activations} activations"] if activations is not None else []
+        more += [f"{head} LM head"] if head is not None else []
+        return ", ".join([self.runner.backend, *more])
 
     def warmup(self, lengths: Sequence[int] | None = None, progress: Progress | None = None) -> None:
         """Compile and capture before the first request: steps of every batch size, and prompts of these lengths; by

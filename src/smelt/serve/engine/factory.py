@@ -17,7 +17,12 @@ from smelt.kvcache.streaming.config import BoundedCacheConfig
 from smelt.kvcache.streaming.infinipot import InfiniPotCompressor
 from smelt.measure.memory import free_memory
 from smelt.models.model import Model
-from smelt.models.quantized import dequantize_without_kernel, quantize_lm_head, quantized_layers
+from smelt.models.quantized import (
+    dequantize_without_kernel,
+    quantize_activations,
+    quantize_lm_head,
+    quantized_layers,
+)
 from smelt.numerics.catalog import format_name, get_format
 from smelt.progress import Progress
 from smelt.runtime import decoder
@@ -130,6 +135,13 @@ def build(model: Model, config: EngineConfig, adapters: Adapters) -> tuple[Sched
     dtype = resolve_kv_cache_dtype(model, config.kv_cache.kv_cache_dtype)
     if config.lm_head_dtype is not None:
         quantize_lm_head(model.network, get_format(f"{config.lm_head_dtype}/row"))
+    if config.activation_dtype is not None and not quantize_activations(
+        model.network, get_format(config.activation_dtype)
+    ):
+        raise ModelError(
+            f"no layer of this model can take {config.activation_dtype} activations on {model.device}: it needs 4- or "
+            "8-bit integer weights without activations of their own; leave the activation dtype out."
+        )
     resolved = _ResolvedConfig(model, config, adapters, config.resolve_max_model_len(model), dtype)
     cache = config.kv_cache
     if config.compiled and model.device.type == "cuda" and resolved.eager_reason is not None:

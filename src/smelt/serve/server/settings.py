@@ -83,6 +83,9 @@ class ServeConfig:
     lm_head_dtype: Literal["int8"] | None = _option(
         None, "int8: quantize the LM head at load; by default as the model has it.", metavar="DTYPE"
     )
+    activation_dtype: Literal["int8"] | None = _option(
+        None, "int8: quantize the inputs of 4- and 8-bit layers; by default as the model says.", metavar="DTYPE"
+    )
     max_queued: int = _option(
         ServerLimits.max_queued, "Maximum waiting answers; more are refused with status 429.", minimum=0
     )
@@ -133,6 +136,7 @@ class ServeConfig:
             "kv_cache_bytes": None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30),
             "kv_cache_dtype": self.kv_cache_dtype,
             "lm_head_dtype": self.lm_head_dtype,
+            "activation_dtype": self.activation_dtype,
             "enable_prefix_caching": self.enable_prefix_caching,
             "kv_profile": self.kv_profile,
             "page_selection": {"token_budget": self.kv_budget} if self.kv_select else None,
