@@ -72,7 +72,9 @@ def test_a_complete_run(place: Place, smelt_here: Smelt, tmp_path: Path) -> None
 def test_a_classifier_by_its_recipe_and_then_eval(place: Place, smelt_here: Smelt, quick: None, tmp_path: Path) -> None:
     arguments = ["-r", place / "bert.yaml", "-o", str(tmp_path / "out"), "--no-speed"]
     assert smelt_here("compress", place / "bert", *arguments).code == 0
-    assert record(tmp_path / "out")["quality"]["metric"] == "accuracy"
+    report = record(tmp_path / "out")
+    assert report["quality"]["metric"] == "accuracy"
+    assert len(report["predictions"]) == 6 and report["predictions"][0].keys() == {"text", "label", "before", "after"}
     done = smelt_here("eval", str(tmp_path / "out"), "--data", place / "rows.jsonl", "--min", "0.9")
     assert done.code == 0, done.out
 
@@ -97,6 +99,7 @@ def test_every_quantization_method(name: str, place: Place, smelt_here: Smelt, q
     report = record(tmp_path / "out")
     assert report["size"]["bytes"]["after"] < 0.6 * report["size"]["bytes"]["before"]
     assert report["quality"]["after"] < 1.3 * report["quality"]["before"]
+    assert [sample["who"] for sample in report["samples"]] == ["before", "after"]  # without a prompt, one by default
     assert all(layer["bits"] > 2 for block in report["precision"] for layer in block["layers"].values())
     assert (tmp_path / "out" / "report.html").exists()
 
@@ -189,7 +192,7 @@ def test_text_that_looks_like_markup_is_printed_verbatim(
     monkeypatch.setattr("smelt.models.model.Model.generate", lambda model, prompt: "[/INST] :smile: [red]")
     done = compress(smelt_here, place, "llama", llama_recipe(place), tmp_path / "out", "--prompt", "hello")
     assert done.code == 0, done
-    assert "after: [/INST] :smile: [red]" in done.out
+    assert "after: hello … [/INST] :smile: [red]" in done.out
 
 
 @pytest.mark.shared

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -160,6 +161,7 @@ def test_the_command(smelt_here: Smelt, tmp_path: Path) -> None:  # noqa: F811
     assert result["summary"]["answered"] == 11 and len(result["requests"]) == 12 and "secret" not in str(result)
     page = (tmp_path / "r.html").read_text()
     assert page.count("<svg") >= 16 and "polyline" in page and "http-equiv" in page and "<script" not in page
+    assert len(re.findall(r'class="axis-title y-title">[^<]+<', page)) == page.count('class="graph"') > 4
     assert "nan" not in page and "1 of 12 requests failed" in page
 
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from smelt.report.charts import Bar, Interval, bar, cells, fraction_bar, interval_plot
+from smelt.report.charts import Bar, Interval, axis_below, bar, cells, fraction_bar, interval_plot, pair_of_bars
 
 
 def attribute_values(svg: str, style: str, attribute: str) -> list[float]:
@@ -15,7 +15,7 @@ def attribute_values(svg: str, style: str, attribute: str) -> list[float]:
 
 
 def test_interval_and_reference_share_one_scale() -> None:
-    svg = interval_plot(Interval(3.5, 3.0, 4.5, 0.0, higher_is_better=False), "title")
+    svg = interval_plot(Interval(3.5, 3.0, 4.5, 0.0, higher_is_better=False), "title", "axis")
     (reference,), (dot,) = attribute_values(svg, "reference", "x1"), attribute_values(svg, "estimate", "cx")
     low, high = attribute_values(svg, "interval", "x1")[0], attribute_values(svg, "interval", "x2")[0]
     unit = (high - low) / 1.5
@@ -27,13 +27,13 @@ def test_interval_and_reference_share_one_scale() -> None:
 
 @pytest.mark.parametrize(("higher_is_better", "left"), [(True, "← worse"), (False, "← better")])
 def test_the_better_side_is_named(higher_is_better: bool, left: str) -> None:
-    svg = interval_plot(Interval(0.1, 0.0, 0.2, 0.0, higher_is_better), "title")
+    svg = interval_plot(Interval(0.1, 0.0, 0.2, 0.0, higher_is_better), "title", "axis")
     assert re.search(rf'<text x="0%"[^>]*>{left}</text>', svg)
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-9, 1.0, 1e12, -5.0])
 def test_a_zero_width_interval_is_drawn(value: float) -> None:
-    svg = interval_plot(Interval(value, value, value, 0.0, higher_is_better=True), "title")
+    svg = interval_plot(Interval(value, value, value, 0.0, higher_is_better=True), "title", "axis")
     assert "nan" not in svg and 0 <= attribute_values(svg, "estimate", "cx")[0] <= 100
 
 
@@ -43,6 +43,24 @@ def test_bars_share_their_scale() -> None:
     assert attribute_values(svg, "whisker", "x1") == [40.0, 40.0, 60.0]
     assert attribute_values(svg, "whisker", "x2") == [60.0, 40.0, 60.0]
     assert "whisker" not in bar(Bar(50.0, 0.0, "after", "title"), longest=100.0)
+
+
+def test_a_pair_of_bars_fills_the_width_with_the_longer_one() -> None:
+    svg = pair_of_bars(80.0, 20.0, "title")
+    assert attribute_values(svg, "before", "width") == [100.0] and attribute_values(svg, "after", "width") == [25.0]
+    assert attribute_values(pair_of_bars(1.0, 4.0, "title"), "before", "width") == [25.0]
+
+
+@pytest.mark.parametrize("pair", [(0.0, 0.0), (1.0, float("inf")), (float("nan"), 1.0), (-0.5, 0.5)])
+def test_values_without_a_scale_get_no_bars(pair: tuple[float, float]) -> None:
+    assert pair_of_bars(*pair, "title") == ""
+
+
+def test_the_axis_of_bars_has_their_scale_and_a_title() -> None:
+    svg = axis_below(250.0, "milli<seconds")
+    ticks = {int(text): float(x) for x, text in re.findall(r'<text x="([\d.]+)%" y="19"[^>]*>(\d+)<', svg)}
+    assert len(ticks) >= 3 and all(x == pytest.approx(value / 2.5) for value, x in ticks.items())
+    assert ">milli&lt;seconds</text>" in svg
 
 
 def test_kept_fraction_fills_the_track() -> None:

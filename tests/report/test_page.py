@@ -60,7 +60,7 @@ def test_every_number_of_the_run_is_there(run: dict[str, Any]) -> None:
         *("1.21 GB", "1.03 GB", "182.4 ± 4.5 ms", "150.7 ± 3.6 ms", "1.21×", "1.18× to 1.25×"),
         *("+3.50", "+3.31 to +3.72", "1.1390 to 1.1580", "81.23 %", "1,234", "< 0.001", "0.1876"),
         *("61.2 s", "2 min 22 s", "840 ms", "3 min 24 s", "1.89 GB", "2.34 GB", "21.2 M", "210"),
-        *("1,056 / 1,536", "damping 0.01", "context 1,024", "keep: 0.8", "25.3 GB", "5.22.2"),
+        *("1,056 / 1,536", "damping: 0.01", "context of 1,024 tokens", "keep: 0.8", "25.3 GB", "5.22.2"),
     ):
         assert number in text, number
     for words in (run["title"], run["verdict"], run["created"], run["result"], run["recipe"], run["warnings"][0]):
@@ -152,13 +152,60 @@ def test_each_section_works_alone(run: dict[str, Any], part: str) -> None:
 def test_a_missing_verdict_is_generated(run: dict[str, Any]) -> None:
     del run["verdict"]
     expected = (
-        "parameters 134.5 M → 113.3 M, −15.8 %; perplexity on wikitext2 23.60 → 27.10, +14.8 % (worse); "
+        "Parameters 134.5 M → 113.3 M (−15.8 %); perplexity on wikitext2 23.60 → 27.10 (+14.8 %, worse); "
         "1.21× faster (forward, batch 1, 128 tokens, cpu)"
     )
     assert expected in Page(render(run)).text
     run["size"]["parameters"]["after"] = run["size"]["parameters"]["before"]  # as after quantization
     run["size"]["block_parameters"]["after"] = run["size"]["block_parameters"]["before"]
-    assert "weight bytes 538 MB → " in Page(render(run)).text
+    assert "Weight bytes 538 MB → " in Page(render(run)).text
+
+
+def test_a_size_that_stayed_the_same_is_left_out(run: dict[str, Any]) -> None:
+    run["size"]["parameters"]["after"] = run["size"]["parameters"]["before"]
+    run["size"]["macs"]["after"] = run["size"]["macs"]["before"] + 1  # the same as text
+    del run["kept"], run["verdict"]
+    text = Page(render(run)).text
+    assert "MACs" not in text and "134.5 M" not in text and "106.2 M" in text
+    run["quality"]["after"] = run["quality"]["before"]
+    assert "unchanged" in Page(render(run)).text, "that quality did not change is a result"
+
+
+def test_bars_show_every_quantity_before_and_after(run: dict[str, Any]) -> None:
+    html = render(run)
+    table = html[html.index("Before and after") : html.index("<h2>Quality")]
+    bars = re.findall(r'width="([\d.]+)%" height="8" rx="2" class="(before|after)"', table)
+    assert len(bars) == 2 * len(re.findall("<tr>", table[table.index("<tbody>") :]))
+    assert bars[:2] == [(f"{100 * 23.6 / 27.1:.2f}", "before"), ("100.00", "after")]
+
+
+def test_the_recipe_is_folded(run: dict[str, Any]) -> None:
+    assert re.search(r"<details><summary>[^<]*</summary><pre>seed: 0", render(run))
+
+
+def test_facts_of_a_step_are_said_in_words(run: dict[str, Any]) -> None:
+    facts = {
+        "repaired": 60, "gave_up": False, "bytes_before": 538_060_032, "bytes_after": 171_000_000, "head_untied": True,
+        "widths_without_hadamard": [], "error_share": {"underflow": 0.25, "rounding": 0.75}, "some_new_fact": [3, 5],
+        "block_parameters_before": 7,
+    }  # fmt: skip
+    run["steps"] = [{"name": "m", "facts": facts}]
+    html = render(run)
+    said = re.findall("<div>([^<]*)</div>", html[html.index('class="facts"') :])
+    assert said == [
+        "projections refitted: 60",
+        "weight bytes: 538 MB → 171 MB",
+        "head untied from the embedding",
+        "error share: underflow 0.25, rounding 0.75",
+        "some new fact: 3, 5",
+    ]
+
+
+def test_predictions_of_a_classifier_are_shown(run: dict[str, Any]) -> None:
+    run["predictions"] = [{"text": "<fine> film", "label": "positive", "before": "positive", "after": "negative"}]
+    del run["samples"]
+    page = Page(render(run))
+    assert "Sample predictions" in page.text and "<fine> filmpositivepositivenegative" in page.text
 
 
 def warnings_of(run: dict[str, Any], **speed: Any) -> list[str]:
@@ -198,8 +245,8 @@ def test_a_served_model_shows_what_its_users_see() -> None:
     run = {"title": "t", "model": "m", "speed": [entry], "engine": engine}
     text = Page(render(run)).text
     for expected in (
-        "1,234 tokens/s, first token 20.0 ms", "1,371 tokens/s", "7 hopper, 1 dense bfloat16", "(fused-gpu)",
-        "25% at 8", "4,000 GB/s", "slower at 8: <cause>", "hopper (7), dense bfloat16 (1)", "dense float16 (1)",
+        "1,234 tokens/s, first token 20 ms", "1,371 tokens/s", "7 hopper, 1 dense bfloat16", "(fused-gpu)",
+        "25% at 8", "4,000 GB/s", "Slower at 8: <cause>.", "hopper (7), dense bfloat16 (1)", "dense float16 (1)",
     ):  # fmt: skip
         assert expected in text
     assert "mlp.up_proj" in text and "layers.7" not in text and "lm_head" in text

@@ -17,7 +17,8 @@ def polyline_points(svg: str) -> list[tuple[float, float]]:
 def test_a_curve_goes_through_its_points() -> None:
     svg = curve("title", [(0.0, 0.0), (5.0, 1.0), (20.0, 4.0)], Axis("s", 20.0), Axis("ms", 8.0))
     assert polyline_points(svg) == [(0.0, 0.0), (0.25, 0.125), (1.0, 0.5)]
-    assert "<h3>title, ms</h3>" in svg
+    assert "<h3>title</h3>" in svg and '<div class="axis-title y-title">ms</div>' in svg
+    assert re.search(r'class="axis-title">s</text>', svg)
 
 
 def test_steps_keep_their_value() -> None:

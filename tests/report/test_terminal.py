@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from smelt.report import summary_table
+from smelt.report.terminal import sample_lines
 
 
 def render_text(run: dict[str, Any]) -> str:
@@ -32,6 +33,12 @@ def test_table_contains_the_run(run: dict[str, Any]) -> None:
     assert cells("forward, batch 1, 128 tokens, cpu") == ["182.4 ± 4.5 ms", "150.7 ± 3.6 ms", "1.21× faster"]
 
 
+def test_a_size_that_stayed_the_same_is_left_out(run: dict[str, Any]) -> None:
+    run["size"]["macs"]["after"] = run["size"]["macs"]["before"]
+    text = render_text(run)
+    assert "MACs" not in text and "weight bytes" in text
+
+
 def test_markup_in_a_name_is_shown_verbatim(run: dict[str, Any]) -> None:
     run["title"] = "[red]model[/red]"
     run["quality"]["metric"] = "[bold]metric[/]"
@@ -51,3 +58,10 @@ def test_the_caption_says_what_computed_the_layers(run: dict[str, Any]) -> None:
     text = " ".join(render_text(run).split())
     for expected in ("(fused)", "Linear layers: 7 [hopper]", "25% at 64", "4,000 GB/s of a large copy"):
         assert expected in text
+
+
+def test_samples_are_one_line_each() -> None:
+    samples = [{"who": "after", "prompt": "Once", "text": " upon\n\na time"}]
+    items = [{"text": "a\nb", "label": 1, "before": 1, "after": guess} for guess in (0, 1)]
+    run = {"title": "t", "model": "m", "samples": samples, "predictions": items}
+    assert sample_lines(run) == ["after: Once … upon a time", "1 → 0 (label 1): a b"]

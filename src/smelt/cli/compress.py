@@ -20,7 +20,7 @@ from smelt.cli.recipes import (
 )
 from smelt.compression.recipe.run import compress
 from smelt.progress import progress_bars
-from smelt.report.terminal import summary_table
+from smelt.report.terminal import sample_lines, summary_table
 
 OutOption = Annotated[Path, typer.Option("-o", "--out", help="Output folder; it must not exist yet.")]
 DataOption = Annotated[str | None, typer.Option("--data", help="Calibration data: a file, a hub id, or default.")]
@@ -93,8 +93,8 @@ def run(
             speed_seconds=speed_seconds, samples=prompt, sign_key=sign_key, progress=progress, say=say,
         )  # fmt: skip
     console.print(summary_table(result.record))
-    for sample in result.record.get("samples", []):
-        console.print(f"{sample['who']}:", " ".join(sample["text"].split()), soft_wrap=True)
+    for line in sample_lines(result.record):
+        console.print(line, soft_wrap=True)
     verdict = result.record.get("quality", {}).get("gate")
     if verdict is not None:
         console.print(f"gate passed: {verdict['sentence']}", soft_wrap=True)

@@ -41,6 +41,18 @@ def bar(entry: Bar, longest: float) -> Markup:
     )
 
 
+def pair_of_bars(before: float, after: float, title: str) -> Markup:
+    """Draw a thin bar before above one after; the longer one fills the width."""
+    longest = max(before, after)
+    if not 0 < longest < math.inf or min(before, after) < 0:
+        return join()
+    rects = [
+        tag("rect", x=0, y=top, width=_percent(value / longest), height=8, rx=2, class_=style)
+        for value, top, style in ((before, 2, "before"), (after, 12, "after"))
+    ]
+    return tag("svg", tag("title", title), *rects, width="100%", height=22, role="img")
+
+
 def fraction_bar(kept: float, title: str) -> Markup:
     """Draw a track filled to the fraction that was kept."""
     return tag(
@@ -87,7 +99,22 @@ class Interval:
         return all(math.isfinite(number) for number in (self.value, self.low, self.high))
 
 
-def interval_plot(interval: Interval, title: str) -> Markup:
+def axis_below(last: float, title: str) -> Markup:
+    """Draw the axis of the bars above it, from zero to `last`, with its title."""
+    ticks = ticks_between(0, last)
+    labels = [
+        join(
+            tag("line", x1=_percent(tick / last), x2=_percent(tick / last), y1=1, y2=5, class_="axis"),
+            tag("text", tick_text(tick, ticks), x=_percent(tick / last), y=19, text_anchor="middle"),
+        )
+        for tick in ticks
+    ]
+    line = tag("line", x1="0%", x2="100%", y1=1, y2=1, class_="axis")
+    name = tag("text", title, x="50%", y=36, text_anchor="middle", class_="axis-title")
+    return tag("svg", line, *labels, name, width="100%", height=44, role="img", class_="bar-axis")
+
+
+def interval_plot(interval: Interval, title: str, axis_title: str) -> Markup:
     """Draw the estimate as a dot on its interval, with the line of no change and the better side labeled."""
     first, last = _padded(interval)
     ticks = ticks_between(first, last)
@@ -117,8 +144,9 @@ def interval_plot(interval: Interval, title: str) -> Markup:
             for end in (interval.low, interval.high)
         ),
         tag("circle", cx=position(interval.value), cy=42, r=6, class_="estimate"),
+        tag("text", axis_title, x="50%", y=100, text_anchor="middle", class_="axis-title"),
         width="100%",
-        height=88,
+        height=106,
         role="img",
         class_="plot",
     )

@@ -119,12 +119,13 @@ def _over_time(run: Run) -> list[Markup]:
     for key in ("ttft", "tpot"):
         points: Sequence[Point] = series[key]
         if points:
-            y_axis = Axis("ms", max(value for _, value in points), limits.get(key), "limit")
+            y_axis = Axis("milliseconds", max(value for _, value in points), limits.get(key), "limit")
             graphs.append(dots(LATENCIES[key], points, Axis("seconds", last), y_axis))
-    for key, title in (("tokens", "output tokens per second"), ("concurrency", "running requests")):
+    for key, title, y_name in (("tokens", "throughput", "output tokens per second"),
+                               ("concurrency", "concurrency", "running requests")):  # fmt: skip
         points = series[key]
         if points:
-            y_axis = Axis("", max(value for _, value in points))
+            y_axis = Axis(y_name, max(value for _, value in points))
             graphs.append(steps(title, points, Axis("seconds", max(last, points[-1][0])), y_axis))
     return graphs
 
@@ -134,8 +135,8 @@ def _distributions(run: Run) -> list[Markup]:
     graphs = []
     for key, values in run["series"]["sorted"].items():
         if values:
-            x_axis = Axis("ms", values[-1], limits.get(key), "limit")
-            share = Axis("cumulative share", 1.0)
+            x_axis = Axis("milliseconds", values[-1], limits.get(key), "limit")
+            share = Axis("cumulative share of requests", 1.0)
             graphs.append(curve(LATENCIES[key], _cumulative(values), x_axis, share))
     return graphs
 

@@ -39,6 +39,11 @@ def section(heading: str, *content: object) -> Markup:
     return tag("section", tag("h2", heading), *content)
 
 
+def details(summary: str, *content: object) -> Markup:
+    """Fold content until the reader opens it."""
+    return tag("details", tag("summary", summary), *content)
+
+
 def note(text: str) -> Markup:
     return tag("p", text, class_="soft")
 

@@ -13,6 +13,7 @@ from smelt.report.layers import precision, undercalibrated_experts
 from smelt.report.markup import Markup, join, tag
 from smelt.report.quality import quality
 from smelt.report.speed import speed
+from smelt.report.steps import steps
 from smelt.report.style import CSS
 from smelt.report.summary import figures, verdict
 
@@ -29,12 +30,12 @@ def render(run: Mapping[str, Any]) -> str:
         figures(run),
         sections.comparison_table(run),
         quality(run),
+        sections.samples(run),
         speed(run),
         sections.kept(run),
         precision(run),
         undercalibrated_experts(run),
-        sections.samples(run),
-        sections.steps(run),
+        steps(run),
         sections.recipe(run),
         sections.passport(run),
         sections.machine(run),

@@ -13,7 +13,7 @@ from smelt.report import numbers
 from smelt.report.charts import tick_text, ticks_between
 from smelt.report.markup import Markup, join, tag
 
-_HEIGHT = 170  # of the plot area; tick labels and the axis name are below it
+_HEIGHT = 170  # of the plot area; tick labels and the axis title are below it
 _MAX_DOTS = 1500
 _RESOLUTION = 10_000  # of the view box in which lines are drawn
 
@@ -22,7 +22,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis from zero to `top`; `mark` is a value drawn as a reference line with its name."""
+    """An axis from zero to `top`, with its title; `mark` is a value drawn as a reference line with its name."""
 
     name: str
     top: float
@@ -35,6 +35,11 @@ class Axis:
 
     def position(self, value: float) -> float:
         return min(max(value / self.end, 0.0), 1.0)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """Return value and label of each tick."""
+        values = ticks_between(0, self.end)
+        return [(value, tick_text(value, values)) for value in values]
 
 
 def curve(title: str, points: Sequence[Point], x: Axis, y: Axis) -> Markup:
@@ -72,29 +77,27 @@ def _line(points: Sequence[Point], x: Axis, y: Axis) -> Markup:
 
 
 def _graph(title: str, x: Axis, y: Axis, content: Markup) -> Markup:
-    """Draw axes and content; the y labels have a box of their own, whose width does not change with the page."""
-    y_ticks, x_ticks = ticks_between(0, y.end), ticks_between(0, x.end)
-    labels = [
-        tag(
-            "text", tick_text(tick, y_ticks), x="44", y=f"{_HEIGHT * (1 - y.position(tick)) + 4:.1f}", text_anchor="end"
-        )
-        for tick in y_ticks
-    ]
-    lines = [
-        tag("line", x1="0%", x2="100%", y1=f"{height:.1f}", y2=f"{height:.1f}", class_="axis")
-        for height in (_HEIGHT * (1 - y.position(tick)) for tick in y_ticks)
-    ]
+    return _frame(title, x, y, join(_marks(x, y), content), _HEIGHT)
+
+
+def _frame(title: str, x: Axis | Scale, y: Axis | Scale, content: Markup, height: int) -> Markup:
+    """Draw content between two axes with their titles; the y labels have a box of their own, whose width does not
+    change with the page."""
+    heights = [(height * (1 - y.position(value)), text) for value, text in y.ticks()]
+    labels = [tag("text", text, x="44", y=f"{place + 4:.1f}", text_anchor="end") for place, text in heights]
+    grid = [tag("line", x1="0%", x2="100%", y1=f"{at:.1f}", y2=f"{at:.1f}", class_="axis") for at, _ in heights]
     below = [
-        tag("text", tick_text(tick, x_ticks), x=_percent(x.position(tick)), y=_HEIGHT + 16, text_anchor="middle")
-        for tick in x_ticks
+        tag("text", text, x=_percent(x.position(value)), y=height + 16, text_anchor="middle")
+        for value, text in x.ticks()
     ]
-    name = tag("text", x.name, x="100%", y=_HEIGHT + 32, text_anchor="end")
-    box = {"height": _HEIGHT + 38, "role": "img", "class_": "plot"}
+    x_title = tag("text", x.name, x="50%", y=height + 34, text_anchor="middle", class_="axis-title")
+    box = {"height": height + 40, "class_": "plot"}
     return tag(
         "div",
-        tag("h3", f"{title}, {y.name}" if y.name else title),
-        tag("svg", *labels, width=52, height=_HEIGHT + 38, aria_hidden="true", class_="plot"),
-        tag("svg", tag("title", title), *lines, _marks(x, y), content, *below, name, width="100%", **box),
+        tag("h3", title) if title else None,
+        tag("div", y.name, class_="axis-title y-title"),
+        tag("svg", *labels, width=52, aria_hidden="true", **box),
+        tag("svg", tag("title", title), *grid, content, *below, x_title, width="100%", role="img", **box),
         class_="graph",
     )
 
@@ -131,7 +134,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Scale:
-    """An axis range, linear or logarithmic, and how its ticks are formatted."""
+    """An axis range with its title, linear or logarithmic, and how its ticks are formatted."""
 
     name: str
     first: float
@@ -147,6 +150,7 @@ class Scale:
         return min(max((value - low) / (high - low), 0.0), 1.0)
 
     def ticks(self) -> list[tuple[float, str]]:
+        """Return value and label of each tick."""
         if self.logarithmic:
             powers = range(math.ceil(math.log10(self.first)), math.floor(math.log10(self.last)) + 1)
             return [(10.0**power, self._power(power)) for power in powers]
@@ -197,24 +201,36 @@ def lines(title: str, series: Sequence[Series], x: Scale, y: Scale) -> Markup:
         width="100%",
         height=_LINES_HEIGHT,
     )
-    y_labels = [(_LINES_HEIGHT * (1 - y.position(value)), text) for value, text in y.ticks()]
-    grid = [
-        tag("line", x1="0%", x2="100%", y1=f"{height:.1f}", y2=f"{height:.1f}", class_="axis") for height, _ in y_labels
-    ]
-    words = [tag("text", text, x="44", y=f"{height + 4:.1f}", text_anchor="end") for height, text in y_labels]
-    below = [
-        tag("text", text, x=f"{100 * x.position(value):.2f}%", y=_LINES_HEIGHT + 16, text_anchor="middle")
-        for value, text in x.ticks()
-    ]
-    name = tag("text", x.name, x="100%", y=_LINES_HEIGHT + 32, text_anchor="end")
-    size = {"height": _LINES_HEIGHT + 38, "class_": "plot"}
-    return tag(
-        "div",
-        tag("h3", f"{title}, {y.name}" if y.name else title),
-        tag("svg", *words, width=52, aria_hidden="true", **size),
-        tag("svg", tag("title", title), *grid, box, *below, name, width="100%", role="img", **size),
-        class_="graph",
-    )
+    return _frame(title, x, y, box, _LINES_HEIGHT)
+
+
+@dataclass(frozen=True)
+class Labeled:
+    """A point with its name; hollow: for reference."""
+
+    name: str
+    x: float
+    y: float
+    hollow: bool = False
+
+
+def scatter(points: Sequence[Labeled], x: Scale, y: Scale) -> Markup:
+    """Draw a dot per point with its name beside it, on the side where there is room."""
+    marks = []
+    for point in points:
+        left, top = x.position(point.x), _LINES_HEIGHT * (1 - y.position(point.y))
+        beside = {"dx": 10, "text_anchor": "start"} if left < 0.6 else {"dx": -10, "text_anchor": "end"}
+        marks += [
+            tag(
+                "circle",
+                cx=_percent(left),
+                cy=f"{top:.1f}",
+                r=6,
+                class_="estimate hollow" if point.hollow else "estimate",
+            ),
+            tag("text", point.name, x=_percent(left), y=f"{top + 4:.1f}", class_="point-name", **beside),
+        ]
+    return _frame("", x, y, join(*marks), _LINES_HEIGHT)
 
 
 def legend(names: Sequence[str]) -> Markup:
@@ -232,7 +248,7 @@ def legend(names: Sequence[str]) -> Markup:
 
 
 def stacked(parts: Sequence[tuple[str, float]], longest: float) -> Markup:
-    """Draw one stacked bar on a scale that ends at `longest`."""
+    """Draw one stacked bar of seconds on a scale that ends at `longest`; `axis_below` is its axis."""
     rects, start = [], 0.0
     for number, (name, value) in enumerate(parts):
         left, width = 100 * start / longest, 100 * value / longest

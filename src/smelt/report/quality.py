@@ -9,6 +9,18 @@ from smelt.report.charts import Interval, interval_plot
 from smelt.report.markup import Markup, note, section, table, tag
 from smelt.report.rows import Run, confidence_text, interval_text
 
+_SETTINGS = {
+    "context": "context of {} tokens",
+    "max_length": "up to {} tokens per item",
+    "stride": "stride of {} tokens",
+    "tokens": "{} tokens",
+    "tokens_scored": "{} tokens scored",
+    "windows": "{} windows",
+    "normalize": "normalized by {}",
+    "items": "{} items",
+    "pooling": "{} pooling",
+}
+
 
 def quality(run: Run) -> Markup | None:
     """Draw where quality was measured and how the two models compare."""
@@ -18,7 +30,7 @@ def quality(run: Run) -> Markup | None:
     compared = measured.get("comparison") or {}
     facts = _facts(compared)
     comparison_table = table(("paired comparison", "after against before"), facts) if facts else None
-    plots = _plots(compared, bool(measured.get("higher_is_better", True)))
+    plots = _plots(measured, compared)
     content = tag("div", tag("div", *plots), comparison_table, class_="pair") if plots else comparison_table
     verdict = _gate(measured)
     return section("Quality", note(_conditions(measured)), note(verdict) if verdict else None, content)
@@ -26,10 +38,15 @@ def quality(run: Run) -> Markup | None:
 
 def _conditions(measured: Run) -> str:
     settings = {key: value for key, value in (measured.get("settings") or {}).items() if value is not None}
-    facts = [f"{key} {numbers.plain(value)}" for key, value in settings.items()]
+    facts = [_setting(str(key), numbers.plain(value)) for key, value in settings.items()]
     data = f"on {measured['data']}" if measured.get("data") else ""
     measured_on = f"{measured.get('metric', 'quality')} {data}".strip()
     return ", ".join([measured_on, *facts])
+
+
+def _setting(key: str, value: str) -> str:
+    known = _SETTINGS.get(key)
+    return known.replace("{}", value) if known else f"{key.replace('_', ' ')} {value}"
 
 
 def _gate(measured: Run) -> str:
@@ -39,19 +56,20 @@ def _gate(measured: Run) -> str:
     return f"{words[gate['verdict']]}: {gate.get('sentence', '')}." if gate.get("verdict") in words else ""
 
 
-def _plots(compared: Run, higher_is_better: bool) -> list[Markup]:
+def _plots(measured: Run, compared: Run) -> list[Markup]:
+    metric, higher_is_better = str(measured.get("metric", "quality")), bool(measured.get("higher_is_better", True))
     plots: list[Markup] = []
     for key, prefix, reference, label in (
-        ("difference", "", 0.0, "difference, after − before"),
-        ("ratio", "ratio_", 1.0, "ratio, after ÷ before"),
+        ("difference", "", 0.0, "after − before"),
+        ("ratio", "ratio_", 1.0, "after ÷ before"),
     ):
         value, low, high = (compared.get(name) for name in (key, f"{prefix}low", f"{prefix}high"))
         if value is None or low is None or high is None:
             continue
         interval = Interval(value, low, high, reference, higher_is_better)
         if interval.finite:
-            title = f"{label}, with its {confidence_text(compared)}"
-            plots += [tag("h3", title), interval_plot(interval, title)]
+            title = f"{key[:1].upper()}{key[1:]}, with its {confidence_text(compared)}"
+            plots += [tag("h3", title), interval_plot(interval, title, f"{metric}, {label}")]
     return plots
 
 

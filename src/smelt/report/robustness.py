@@ -98,9 +98,10 @@ def _plots(content: Run) -> Markup:
         ]
         drawn = [value for each in series for _, value in each.points]
         top = max([*values, *drawn]) if higher else min(max([*values, *drawn]), 10 * max(values))
-        y = Scale("", 0.0, 1.0 if higher and top <= 1 else top)
+        metric = content["model"]["clean"]["metric"]
+        y = Scale(metric, 0.0, 1.0 if higher and top <= 1 else top)
         x = Scale("bit error rate", min(bers), max(bers), logarithmic=True)
-        graphs.append(lines(f"{content['model']['clean']['metric']}, flips in: {target}", series, x, y))
+        graphs.append(lines(f"{metric}, flips in: {target}", series, x, y))
     return join(legend(names), tag("div", *graphs, class_="graphs"))
 
 

@@ -21,11 +21,17 @@ class ComparisonRow:
     before: str
     after: str
     change: str
+    values: tuple[float, float] | None = None  # before and after, for bars
+
+    @property
+    def changed(self) -> bool:
+        return self.before != self.after
 
 
 def before_after(run: Run) -> list[ComparisonRow]:
-    """Build the rows for quality, size, memory and speed that the run has."""
-    return [*quality_rows(run), *size_rows(run), *_memory_rows(run), *_speed_rows(run)]
+    """Build the rows for quality, size, memory and speed that the run has, without sizes that stayed the same."""
+    sizes = [row for row in (*size_rows(run), *_memory_rows(run)) if row.changed]
+    return [*quality_rows(run), *sizes, *_speed_rows(run)]
 
 
 def interval_text(source: Run, write: Callable[[float], str], prefix: str = "") -> str:
@@ -99,7 +105,11 @@ def quality_rows(run: Run) -> list[ComparisonRow]:
         label += f" on {quality['data']}"
     return [
         ComparisonRow(
-            label, numbers.metric(quality["before"]), numbers.metric(quality["after"]), quality_change(quality)
+            label,
+            numbers.metric(quality["before"]),
+            numbers.metric(quality["after"]),
+            quality_change(quality),
+            (quality["before"], quality["after"]),
         )
     ]
 
@@ -124,14 +134,25 @@ def _memory_rows(run: Run) -> list[ComparisonRow]:
 
 def _row(label: str, pair: Run, write: Callable[[float], str]) -> ComparisonRow:
     before, after = pair["before"], pair["after"]
-    return ComparisonRow(label, write(before), write(after), relative_change(before, after))
+    return ComparisonRow(label, write(before), write(after), relative_change(before, after), (before, after))
 
 
 def _speed_rows(run: Run) -> list[ComparisonRow]:
     return [
-        ComparisonRow(speed_label(entry), time_text(entry["before"]), time_text(entry["after"]), speedup_text(entry))
+        ComparisonRow(
+            speed_label(entry),
+            time_text(entry["before"]),
+            time_text(entry["after"]),
+            speedup_text(entry),
+            (_speed_value(entry["before"]), _speed_value(entry["after"])),
+        )
         for entry in run.get("speed") or []
     ]
+
+
+def _speed_value(measured: Run) -> float:
+    """Return what the text of a measurement says: tokens per second if it was served, else milliseconds."""
+    return float(measured["tokens_per_second"] if "first_token_ms" in measured else measured["median_ms"])
 
 
 def speed_label(entry: Run) -> str:
@@ -142,6 +163,6 @@ def speed_label(entry: Run) -> str:
 def time_text(measured: Run) -> str:
     """Format a median ± half the interquartile range; of a served model, what its users see."""
     if "first_token_ms" in measured:
-        first = numbers.milliseconds(measured["first_token_ms"])
+        first = numbers.seconds(measured["first_token_ms"] / 1000)
         return f"{numbers.per_second(measured['tokens_per_second'])} tokens/s, first token {first}"
     return numbers.milliseconds(measured["median_ms"], (measured.get("spread_ms") or 0.0) / 2)

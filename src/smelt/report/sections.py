@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
 
 from smelt.report import numbers
+from smelt.report.charts import pair_of_bars
 from smelt.report.layers import kept_map
-from smelt.report.markup import Markup, join, section, table, tag, warning
-from smelt.report.rows import Run, before_after
+from smelt.report.markup import Markup, details, join, section, table, tag, warning
+from smelt.report.rows import ComparisonRow, Run, before_after
 
 _ARXIV = re.compile(r"arxiv[ :]*(\d{4}\.\d{4,5})", re.IGNORECASE)
-_SIZE_FACTS = {"memory_bytes": "memory", "gpu_memory_bytes": "gpu memory"}
+_MACHINE = {
+    "cpu": "CPU", "cores": "cores", "memory_bytes": "memory", "gpu": "GPU", "gpu_memory_bytes": "GPU memory",
+    "os": "operating system", "python": "Python", "torch": "PyTorch", "smelt": "Smelt",
+}  # fmt: skip
 
 
 def warnings(run: Run) -> Markup | None:
@@ -22,8 +25,16 @@ def warnings(run: Run) -> Markup | None:
 
 
 def comparison_table(run: Run) -> Markup | None:
-    rows = [(row.label, row.before, row.after, row.change) for row in before_after(run)]
-    return section("Before and after", table(("", "before", "after", "change"), rows)) if rows else None
+    """List what changed, with a bar for each quantity before and after; the longer of the two fills the column."""
+    rows = [(row.label, _bars(row), row.before, row.after, row.change) for row in before_after(run)]
+    if not rows:
+        return None
+    key = tag("p", tag("span", class_="key grey"), "before", tag("span", class_="key second"), "after", class_="soft")
+    return section("Before and after", key, table(("", "", "before", "after", "change"), rows))
+
+
+def _bars(row: ComparisonRow) -> Markup | str:
+    return "" if row.values is None else tag("div", pair_of_bars(*row.values, title=row.label), class_="bars")
 
 
 def kept(run: Run) -> Markup | None:
@@ -35,64 +46,36 @@ def kept(run: Run) -> Markup | None:
     return section("What was kept", key, kept_map(blocks))
 
 
-def steps(run: Run) -> Markup | None:
-    """List the time, memory and effect of every step."""
-    listed = run.get("steps") or []
-    if not listed:
-        return None
-    total = sum(step.get("seconds") or 0.0 for step in listed)
-    foot = ("all steps", numbers.seconds(total), "", "", "", "") if len(listed) > 1 else ()
-    headings = ("step", "time", "peak memory", "tensors changed", "parameters removed", "")
-    return section("Steps", table(headings, (_step(step) for step in listed), foot))
-
-
-def _step(step: Run) -> tuple[object, ...]:
-    changed = step.get("changed") or {}
-    facts = ", ".join(f"{key} {numbers.plain(value)}" for key, value in (step.get("facts") or {}).items())
-    facts = ", ".join(text for text in (_step_quality(step.get("quality") or {}), facts) if text)
-    return (
-        step.get("name", ""),
-        _format_optional(step.get("seconds"), numbers.seconds),
-        _format_optional(step.get("peak_bytes"), numbers.size),
-        _format_optional(changed.get("tensors"), numbers.plain),
-        _format_optional(changed.get("parameters_removed"), numbers.count),
-        tag("div", facts, class_="facts") if facts else "",
-    )
-
-
-def _step_quality(quality: Run) -> str:
-    """Format the quality after a step and what the step cost, which is measured if the quality gate fails."""
-    if not quality:
-        return ""
-    unit = "%" if quality.get("relative") else "pt"
-    return f"{quality['metric']} {numbers.metric(quality['value'])} after it (drop {100 * quality['drop']:+.3g}{unit})"
-
-
-def _format_optional(value: float | None, write: Callable[[float], str]) -> str:
-    return "" if value is None else write(value)
-
-
 def samples(run: Run) -> Markup | None:
-    """Show each prompt completed by both models, side by side."""
+    """Show each prompt completed by both models, side by side, or the predictions for some items."""
+    if run.get("predictions"):
+        return _predictions(run["predictions"])
     counts: Counter[str] = Counter()
     turns: list[tuple[int, Run]] = []
     for sample in run.get("samples") or []:
         who = str(sample.get("who", ""))
         turns.append((counts[who], sample))
         counts[who] += 1
-    quotes = [
-        tag(
-            "blockquote",
-            tag("span", sample.get("who", ""), class_="who"),
-            tag("p", tag("span", sample.get("prompt", ""), class_="soft"), sample.get("text", "")),
-        )
-        for _, sample in sorted(turns, key=lambda turn: turn[0])
-    ]
+    quotes = [quote(str(sample.get("who", "")), sample) for _, sample in sorted(turns, key=lambda turn: turn[0])]
     return section("Sample completions", tag("div", *quotes, class_="samples")) if quotes else None
 
 
+def quote(who: str, sample: Run) -> Markup:
+    """Show a prompt and its completion."""
+    text = tag("p", tag("span", sample.get("prompt", ""), class_="soft"), sample.get("text", ""))
+    return tag("blockquote", tag("span", who, class_="who"), text)
+
+
+def _predictions(items: list[Run]) -> Markup:
+    keys = ("text", "label", "before", "after")
+    rows = [
+        [tag("div", item["text"], class_="item"), *(numbers.plain(item[key]) for key in keys[1:])] for item in items
+    ]
+    return section("Sample predictions", table(keys, rows))
+
+
 def recipe(run: Run) -> Markup | None:
-    return section("Recipe", tag("pre", run["recipe"])) if run.get("recipe") else None
+    return section("Recipe", details("Show the recipe", tag("pre", run["recipe"]))) if run.get("recipe") else None
 
 
 def passport(run: Run) -> Markup | None:
@@ -112,7 +95,8 @@ def passport(run: Run) -> Markup | None:
         for name, file in (facts.get("files") or {}).items()
     ]
     origin = tag("dl", *(join(tag("dt", label), tag("dd", text or "not stated")) for label, text in pairs))
-    return section("Passport", origin, table(("file", "size", "sha256"), rows))
+    files = details("Show the files and their hashes", table(("file", "size", "sha256"), rows)) if rows else None
+    return section("Passport", origin, files)
 
 
 def machine(run: Run) -> Markup | None:
@@ -125,9 +109,8 @@ def machine(run: Run) -> Markup | None:
 
 def _fact(item: tuple[str, object]) -> tuple[str, str]:
     key, value = item
-    if key in _SIZE_FACTS and isinstance(value, int):
-        return _SIZE_FACTS[key], numbers.size(value)
-    return key, numbers.plain(value)
+    label = _MACHINE.get(key, key.replace("_", " "))
+    return label, numbers.size(value) if key.endswith("_bytes") and isinstance(value, int) else numbers.plain(value)
 
 
 def papers(run: Run) -> Markup | None:

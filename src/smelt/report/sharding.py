@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from smelt.report import numbers, sections
+from smelt.report.charts import axis_below
 from smelt.report.markup import Markup, join, note, section, table, tag
 from smelt.report.page import page
 
@@ -122,6 +123,8 @@ def _timeline(which: str, plan: PlanRecord) -> Markup:
             "div",
             tag("svg", *words, width=_NAMES, height=height, aria_hidden="true"),
             tag("svg", tag("title", f"{which} timeline"), *lanes, width="100%", height=height, role="img"),
+            tag("span"),
+            axis_below(1000 * longest, "milliseconds"),
             style=f"display: grid; grid-template-columns: {_NAMES}px minmax(0, 1fr)",
         ),
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from smelt.report.charts import Bar, bar
+from smelt.report.charts import Bar, axis_below, bar
 from smelt.report.layers import name_in_block
-from smelt.report.markup import Markup, join, note, section, table, tag, warning
+from smelt.report.markup import Markup, details, join, note, section, table, tag, warning
 from smelt.report.rows import (
     Run,
     confidence_text,
@@ -27,7 +27,8 @@ def speed(run: Run) -> Markup | None:
     guard = [*map(note, guard_sentences(run)), *_slower_layers(run)]
     if not entries and not guard:
         return None
-    not_faster = [entry for entry in entries if speed_verdict(entry) != "faster"]
+    explained = bool((run.get("engine") or {}).get("slowdown"))  # by the sentence of the engine
+    not_faster = [entry for entry in entries if speed_verdict(entry) != "faster" and not explained]
     warnings = [warning(f"{speed_label(entry)}: {speedup_text(entry)}.", lead="Not faster.") for entry in not_faster]
     how = _engine(run) or ([note(_NOTE)] if entries else [])
     return section("Speed", *how, *guard, *warnings, *(_timing(entry) for entry in entries), *_backends(run))
@@ -40,7 +41,7 @@ def _engine(run: Run) -> list[Markup]:
         return []
     slowdown = run["engine"].get("slowdown")
     bars = "Bars show the time per output token of a stream, prompts included."
-    return [note(f"{sentence} {bars}"), *([warning(str(slowdown), lead="Slower.")] if slowdown else [])]
+    return [note(f"{sentence} {bars}"), *([warning(_sentence(str(slowdown)))] if slowdown else [])]
 
 
 def engine_sentence(run: Run) -> str:
@@ -61,7 +62,11 @@ def engine_sentence(run: Run) -> str:
 def guard_sentences(run: Run) -> list[str]:
     """Return what the speed guard decided in each step that quantizes."""
     guards = [step["speed_guard"] for step in run.get("steps") or [] if step.get("speed_guard")]
-    return [f"{guard['sentence'][:1].upper()}{guard['sentence'][1:]}." for guard in guards]
+    return [_sentence(guard["sentence"]) for guard in guards]
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}."
 
 
 def _slower_layers(run: Run) -> list[Markup]:
@@ -85,7 +90,7 @@ def _backends(run: Run) -> list[Markup]:
     if not counts:
         return []
     rows = [(name, *(_counted(by_model.get(who)) for who in ("before", "after"))) for name, by_model in counts.items()]
-    return [table(("linear layer", "before", "after"), rows)]
+    return [details("Show the kernel of each layer", table(("linear layer", "before", "after"), rows))]
 
 
 def _counted(backends: Counter[str] | None) -> str:
@@ -109,6 +114,8 @@ def _timing(entry: Run) -> Markup:
             tag("span", time_text(measured), class_="count"),
         )
     ]
+    unit = "milliseconds per output token" if "first_token_ms" in entry["after"] else "milliseconds"
+    lines += [tag("span"), axis_below(longest, unit), tag("span")]
     ends = interval_text(entry, factor, "ratio_")
     interval = note(f"speedup {ends} ({confidence_text(entry)})") if ends else None
     return join(

@@ -59,14 +59,22 @@ td:first-child { white-space: normal; min-width: 130px; overflow-wrap: anywhere;
 .facts {
   text-align: left; white-space: normal; color: var(--soft); font-size: 13px; min-width: 200px; overflow-wrap: anywhere;
 }
+td:has(.bars) { width: 26%; } .bars { min-width: 90px; }
+.item { white-space: pre-wrap; }
+details { margin: 12px 0 0; }
+summary { color: var(--blue); cursor: pointer; }
 .pair { display: grid; grid-template-columns: minmax(0, 5fr) minmax(0, 4fr); gap: 8px 48px; align-items: start; }
 svg { display: block; overflow: visible; }
 svg text { fill: var(--soft); font-size: 12px; }
 .before { fill: var(--grey); } .after { fill: var(--blue); }
+.axis-title { fill: var(--soft); color: var(--soft); font-size: 12px; font-style: italic; }
+.y-title { grid-column: 1 / -1; margin-bottom: 4px; }
 .whisker { stroke: var(--ink); stroke-width: 1.5; }
 .axis { stroke: var(--line); } .reference { stroke: var(--soft); stroke-dasharray: 3 3; }
 .interval { stroke: var(--blue); stroke-width: 2.5; }
 .estimate { fill: var(--blue); stroke: var(--card); stroke-width: 2; }
+.estimate.hollow { fill: var(--card); stroke: var(--grey); stroke-width: 2.5; }
+svg .point-name { fill: var(--ink); font-size: 13px; }
 .plot { margin: 8px 0 20px; }
 .graphs { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 8px 40px; }
 .graph { display: grid; grid-template-columns: 52px minmax(0, 1fr); }
@@ -84,8 +92,12 @@ svg text { fill: var(--soft); font-size: 12px; }
 .kept { fill: var(--blue); }
 .removed { fill: var(--hollow); stroke: var(--edge); }
 .timing {
-  display: grid; grid-template-columns: 64px minmax(0, 1fr) 150px; gap: 2px 14px; align-items: center; margin: 6px 0;
+  display: grid; grid-template-columns: 64px minmax(0, 1fr) minmax(110px, max-content); gap: 2px 14px;
+  align-items: center; margin: 6px 0;
 }
+.timing.named { grid-template-columns: minmax(64px, max-content) minmax(0, 1fr) minmax(80px, max-content); }
+.samples.many { grid-template-columns: repeat(auto-fit, minmax(240px, 1fr)); }
+.runs-table td { white-space: normal; }
 .kept-map { margin: 16px 0 0; font-size: 13px; }
 .kept-row { display: grid; gap: 0 28px; padding: 2px 0; align-items: center; }
 .kept-row { grid-template-columns: 44px minmax(0, min(50%, var(--heads))) minmax(0, 1fr); }
@@ -104,6 +116,7 @@ svg text { fill: var(--soft); font-size: 12px; }
 .key {
   display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin: 0 6px -1px 0; background: var(--blue);
 }
+.key.grey { background: var(--grey); } .key.second { margin-left: 16px; }
 .key.hollow { background: var(--hollow); border: 1px solid var(--edge); margin-left: 16px; }
 pre {
   margin: 12px 0 0; padding: 16px; background: var(--page); border: 1px solid var(--line); border-radius: 8px;
@@ -132,17 +145,23 @@ footer { color: var(--soft); font-size: 13px; }
   thead { display: none; }
   tr { display: grid; grid-template-columns: 7fr 7fr 6fr; gap: 2px 8px; padding: 8px 0; }
   tr:has(td:nth-child(5)) { grid-template-columns: 1fr 1fr; }
+  tr:has(.bars) { grid-template-columns: 7fr 7fr 6fr; }
   tr + tr { border-top: 1px solid var(--line); }
   td, tfoot td { padding: 0; border: 0; font-size: 13px; text-align: left; white-space: normal; }
   td:first-child { grid-column: 1 / -1; font-size: 14px; }
   td:not(:first-child)::before { content: attr(data-label); display: block; font-size: 12px; color: var(--soft); }
   td:empty { display: none; }
-  td:has(.facts) { grid-column: 1 / -1; }
+  td:has(.facts), td:has(.bars) { grid-column: 1 / -1; width: auto; }
+  td:has(.bars)::before { display: none !important; }
   .pair tr { grid-template-columns: minmax(0, 3fr) minmax(0, 2fr); }
   .pair td:first-child { grid-column: auto; font-size: 13px; }
   .pair td:not(:first-child) { text-align: right; }
   .pair td:not(:first-child)::before { display: none; }
+  .precision tr { grid-template-columns: repeat(3, minmax(0, 1fr)); }
+  .precision td:first-child::before { content: "block "; }
   .timing { grid-template-columns: 48px minmax(0, 1fr); gap: 2px 10px; font-size: 13px; }
+  .timing.named { grid-template-columns: minmax(48px, max-content) minmax(0, 1fr); }
+  .timing > :empty { display: none; } .timing .bar-axis { grid-column: 2; }
   .timing .count { grid-column: 2; text-align: left; margin-bottom: 6px; }
   .kept-map .kept-row { grid-template-columns: 24px minmax(0, 1fr); gap: 2px 12px; padding: 5px 0; }
   .kept-map .kept-row > :nth-child(n + 3) { grid-column: 2; }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from smelt.report import numbers
 from smelt.report.markup import Markup, tag
 from smelt.report.rows import (
+    ComparisonRow,
     Run,
     confidence_text,
     factor,
@@ -30,12 +31,17 @@ def verdict(run: Run) -> str:
     """Return the run's own sentence, or one built from its figures."""
     if run.get("verdict"):
         return str(run["verdict"])
-    sizes = size_rows(run)
-    changed = [row for row in sizes if row.before != row.after] or sizes
-    rows = [*changed[:1], *quality_rows(run)]
-    clauses = [f"{row.label} {row.before} → {row.after}, {row.change}" for row in rows]
+    sizes = [row for row in size_rows(run) if row.changed]
+    rows = [*sizes[:1], *quality_rows(run)]
+    clauses = [_clause(row) for row in rows]
     clauses += [f"{speedup_text(entry)} ({speed_label(entry)})" for entry in run.get("speed") or []]
-    return "; ".join(clauses) + "." if clauses else ""
+    text = "; ".join(clauses)
+    return f"{text[:1].upper()}{text[1:]}." if clauses else ""
+
+
+def _clause(row: ComparisonRow) -> str:
+    change = row.change.replace(" (", ", ").rstrip(")")  # parentheses are not nested
+    return f"{row.label} {row.before} → {row.after}" + (f" ({change})" if change else "")
 
 
 def figure(label: str, value: str, *notes: str) -> Markup:
@@ -68,6 +74,7 @@ def _sizes(run: Run) -> list[Markup]:
     return [
         figure(label, write(after), f"from {write(before)}", relative_change(before, after))
         for label, write, before, after in pairs
+        if write(before) != write(after)
     ]
 
 

@@ -25,3 +25,17 @@ def summary_table(run: Mapping[str, Any]) -> Table:
     for row in before_after(run):
         table.add_row(*(Text(cell) for cell in (row.label, row.before, row.after, row.change)))
     return table
+
+
+def sample_lines(run: Mapping[str, Any]) -> list[str]:
+    """Return a line for each sample completion, and one for each item whose prediction changed."""
+    completions = [
+        f"{sample['who']}: {sample['prompt']} … {' '.join(sample['text'].split())}"
+        for sample in run.get("samples") or []
+    ]
+    changed = [
+        f"{item['before']} → {item['after']} (label {item['label']}): {' '.join(item['text'].split())}"
+        for item in run.get("predictions") or []
+        if item["before"] != item["after"]
+    ]
+    return completions + changed

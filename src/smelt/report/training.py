@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from smelt.report import numbers, sections
+from smelt.report.charts import axis_below
 from smelt.report.markup import Markup, join, note, section, table, tag, warning
 from smelt.report.page import page
 from smelt.report.plots import Point, Scale, Series, downsample, legend, lines, make_scale, stacked
@@ -171,14 +172,22 @@ def _losses(runs: Sequence[Run]) -> list[Markup | None]:
 
     has_traffic = any(line["total_bytes"] for run in runs for line in run["log"])
     return [
-        _graph("Loss against time", _series(runs, "seconds", lambda line: line["loss"]), "seconds", ""),
+        _graph("Loss against time", _series(runs, "seconds", lambda line: line["loss"]), "seconds", "training loss"),
         _graph(
-            "Loss against bytes", _series(runs, "total_bytes", lambda line: line["loss"]), "bytes received per rank", ""
+            "Loss against bytes",
+            _series(runs, "total_bytes", lambda line: line["loss"]),
+            "bytes received per rank",
+            "training loss",
         )
         if has_traffic
         else None,
-        _graph("Held-out loss against time", _series(runs, "seconds", held_out), "seconds", ""),
-        _graph("Held-out loss against bytes", _series(runs, "total_bytes", held_out), "bytes received per rank", "")
+        _graph("Held-out loss against time", _series(runs, "seconds", held_out), "seconds", "held-out loss"),
+        _graph(
+            "Held-out loss against bytes",
+            _series(runs, "total_bytes", held_out),
+            "bytes received per rank",
+            "held-out loss",
+        )
         if has_traffic
         else None,
     ]
@@ -186,14 +195,14 @@ def _losses(runs: Sequence[Run]) -> list[Markup | None]:
 
 def _traffic(runs: Sequence[Run]) -> list[Markup | None]:
     parts = (
-        ("Density", "density", {"log_ratio": _LOG_RATIO}),
-        ("Build-up", "build_up", {"zero": True}),
-        ("Padding", "padding", {"zero": True}),
-        ("Bytes", "bytes", {"log_ratio": _LOG_RATIO, "zero": True, "bytes": True}),
+        ("Density", "density", "share of elements sent", {"log_ratio": _LOG_RATIO}),
+        ("Build-up", "build_up", "elements sent / target", {"zero": True}),
+        ("Padding", "padding", "padding / selection", {"zero": True}),
+        ("Bytes", "bytes", "bytes per step", {"log_ratio": _LOG_RATIO, "zero": True, "bytes": True}),
     )
     return [
-        _graph(title, _series(runs, "step", lambda line, key=key: line.get(key)), "step", "", **options)  # type: ignore[misc]
-        for title, key, options in parts
+        _graph(title, _series(runs, "step", lambda line, key=key: line.get(key)), "step", y_name, **options)  # type: ignore[misc]
+        for title, key, y_name, options in parts
     ]
 
 
@@ -217,7 +226,8 @@ def _phases(runs: Sequence[Run]) -> Markup:
         [name, *(f"{1000 * phases[phase]:.3f}" for phase in PHASES), f"{1000 * sum(phases.values()):.3f}"]
         for name, phases in means.items()
     ]
-    return join(tag("p", *swatches, class_="soft runs"), *bars, table(("ms per step", *PHASES, "total"), rows))
+    below = axis_below(1000 * longest, "milliseconds per step")
+    return join(tag("p", *swatches, class_="soft runs"), *bars, below, table(("ms per step", *PHASES, "total"), rows))
 
 
 def _phase_note(runs: Sequence[Run]) -> str:

@@ -55,6 +55,12 @@ def test_numbers_of_the_log_are_on_the_page() -> None:
     assert "&lt;b&gt;a processor" in page
 
 
+def test_every_graph_has_a_title_on_both_axes() -> None:
+    page = render_training([make_run()])
+    assert len(re.findall(r'class="axis-title y-title">[^<]+<', page)) == page.count('class="graph"') > 4
+    assert len(re.findall(r'class="axis-title">[^<]+</text>', page)) == page.count('class="graph"') + 1  # the phases
+
+
 def test_curves_go_through_the_points_of_the_log() -> None:
     loss = curves(render_training([make_run()]))[0]
     assert len(loss) == 4

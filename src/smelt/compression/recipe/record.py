@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from smelt.compression.methods import METHODS
 from smelt.compression.recipe.recipe import Recipe
-from smelt.data import TextData
+from smelt.data import LabeledData, TextData
 from smelt.measure.cost import Workload, block_macs, block_parameters, count_bytes, count_parameters
 from smelt.measure.divergence import logit_divergence
 from smelt.measure.eval_result import EvalResult
@@ -22,6 +23,8 @@ from smelt.numerics.catalog import format_name
 from smelt.serve.engine.throughput import Throughput, ThroughputRow, paired_rows
 
 TIMED_TOKENS = 128
+DEFAULT_PROMPT = "Once upon a time"  # completed before and after if no prompt is given
+SHOWN_ITEMS = 6  # of labeled data, with the predictions before and after
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class After:
     size: dict[str, float]
     quality: EvalResult | None
     comparison: dict[str, Any] | None
+    predictions: list[dict[str, Any]]
     speed: list[dict[str, Any]]
     sentences: list[str]
 
@@ -64,20 +68,42 @@ def after_record(
     model: Model, base: Model | None, before: Before, quality: EvalResult | None, data: Data | None,
     recipe: Recipe, speed: bool, prompts: list[str],
 ) -> After:  # fmt: skip
-    comparison = None
+    comparison, predictions = None, []
     if quality is not None and before.quality is not None and base is not None:
         comparison = comparison_record(compare(quality, before.quality, seed=recipe.seed))
         if isinstance(data, TextData):
             context = quality.settings["context"]
             divergence = logit_divergence(model, base, data, context=context, limit=4 * context)
             comparison |= {"kl": divergence.kl, "agreement": divergence.agreement}
+        if isinstance(data, LabeledData):
+            predictions = _sample_predictions(data, before.quality, quality, model.network.config.id2label or {})
     timings = []
     if speed and base is not None:
         length = min(TIMED_TOKENS, getattr(base.network.config, "max_position_embeddings", TIMED_TOKENS))
         timings = [_timing(compare_latency(model, base, length=length, seed=recipe.seed))]
-    return After(
-        measure_size(model, recipe), quality, comparison, timings, [model.generate(prompt) for prompt in prompts]
-    )
+    completions = [model.generate(prompt) for prompt in prompts]
+    return After(measure_size(model, recipe), quality, comparison, predictions, timings, completions)
+
+
+def _sample_predictions(
+    data: LabeledData, before: EvalResult, after: EvalResult, names: Mapping[int, str]
+) -> list[dict[str, Any]]:
+    """Return the first items with their label and what both models predict, as class names where there are some."""
+    if before.predictions is None or after.predictions is None or after.labels is None:
+        return []
+
+    def text(value: Any) -> Any:
+        return names.get(int(value), int(value)) if value.dtype.kind == "i" else round(float(value), 3)
+
+    return [
+        {
+            "text": data.first[item] if data.second is None else f"{data.first[item]}\n{data.second[item]}",
+            "label": text(after.labels[item]),
+            "before": text(before.predictions[item]),
+            "after": text(after.predictions[item]),
+        }
+        for item in range(min(SHOWN_ITEMS, len(after.predictions)))
+    ]
 
 
 def comparison_record(comparison: PairedComparison) -> dict[str, Any]:
@@ -173,6 +199,8 @@ def run_record(
         }
     if after.speed:
         record["speed"] = after.speed
+    if after.predictions:
+        record["predictions"] = after.predictions
     if before.sentences:
         record["samples"] = [
             {"who": who, "prompt": prompt, "text": text}

@@ -38,7 +38,14 @@ from smelt.compression.recipe.inputs import (
 from smelt.compression.recipe.plan import plan
 from smelt.compression.recipe.quality_gate import check_gate, refuse, run_gate, step_costs
 from smelt.compression.recipe.recipe import Recipe, parse_bytes
-from smelt.compression.recipe.record import Before, after_record, engine_timings, measure_size, run_record
+from smelt.compression.recipe.record import (
+    DEFAULT_PROMPT,
+    Before,
+    after_record,
+    engine_timings,
+    measure_size,
+    run_record,
+)
 from smelt.compression.recipe.work_folder import WorkFolder
 from smelt.data import Batch
 from smelt.errors import BudgetError, ConfigError, DataError, ModelError, RecipeError, SmeltError
@@ -92,9 +99,10 @@ def compress(
     What cannot work (an unsupported model, missing data, too little memory or disk) is an error before the model is
     loaded. With `speed`, language models are timed in the engine that serves them, for a workload (`chat`, `long`,
     `batch` or the path of a trace), for about `speed_seconds` each, other models by their forward. `guard: speed` in
-    the recipe is for the same workload. `samples` are prompts to complete before and after. With `offload` the model
-    stays in host memory and its blocks are moved to the device one at a time. `sign_key` is a private key (PEM) to sign
-    the result with. `choices` are those of the passport of an earlier run, to repeat them instead of searching.
+    the recipe is for the same workload. `samples` are prompts to complete before and after; None is one short prompt.
+    With `offload` the model stays in host memory and its blocks are moved to the device one at a time. `sign_key` is a
+    private key (PEM) to sign the result with. `choices` are those of the passport of an earlier run, to repeat them
+    instead of searching.
     """
     folder = Path(folder)
     recipe = recipe.for_device(device)
@@ -110,7 +118,8 @@ def compress(
         work.check_weights(unfinished, weights)
         model, batches, evaluation = run.inputs()
         check_gate(recipe, evaluation)
-        sentences = [model.generate(prompt) for prompt in samples or []]
+        prompts = [DEFAULT_PROMPT] if samples is None and _completes_text(model) else samples or []
+        sentences = [model.generate(prompt) for prompt in prompts]
         finished = work.open(unfinished, {**run.identity, **run.fingerprints(weights, batches, evaluation)})
         try:
             before = run.before(model, evaluation, sentences)
@@ -118,7 +127,7 @@ def compress(
         except (BudgetError, ConfigError, DataError):
             run.stop_early()
             raise
-        run.finish(before, evaluation, steps, timing, samples or [])
+        run.finish(before, evaluation, steps, timing, prompts)
     return CompressionResult(folder, run.model, run.record)
 
 
@@ -408,6 +417,10 @@ class _Run:
         self.checkpoint.save(f"quality-{name}", {key: torch.from_numpy(value) for key, value in arrays.items()})
         self.checkpoint.save_facts(f"quality-{name}", plain)
         return quality
+
+
+def _completes_text(model: Model) -> bool:
+    return model.task == "language" and model.tokenizer is not None
 
 
 def _tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
