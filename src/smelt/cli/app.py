@@ -27,6 +27,7 @@ COMMANDS = {
     "migrate": "Rewrite the old keys of a recipe or training configuration.",
     "schema": "Print the JSON Schema of recipes, or of training or server configurations, for editors.",
     "eval": "Measure quality on data; with --against, compare with a base model, with a confidence interval.",
+    "compare": "Show several results of `smelt compress` side by side: a table, and a page with plots.",
     "bench": "Measure latency and memory on this machine: median and spread after warmup.",
     "kv": "Profile the KV cache: `kv profile` finds how many tokens each head needs, over real texts.",
     "link": "Measure latency and bandwidth between ranks (under torchrun), and predict what each compressor gains.",

@@ -66,6 +66,12 @@ def table(title: str, headings: list[str], rows: list[list[str]]) -> Table:
     return result
 
 
+def unique_names(folders: list[Path]) -> list[str]:
+    """Return the folders' names, or their paths where names repeat."""
+    names = [folder.resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+
+
 def write_json(path: Path | None, content: Any) -> None:
     if path is not None:
         write_atomically(path, lambda temporary: temporary.write_text(json_text(content)))

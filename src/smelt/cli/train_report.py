@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from smelt.cli.output import JsonOption, SeedOption, console, say, table, write_json
+from smelt.cli.output import JsonOption, SeedOption, console, say, table, unique_names, write_json
 from smelt.errors import DataError, SmeltError
 from smelt.files import check_writable
 from smelt.report.page import write_page
@@ -29,7 +29,7 @@ def run(
             raise SmeltError("several runs have no common folder; give -o with the page to write.")
         report = runs[0] / "report.html"
     check_writable(report)
-    names = _unique_names(runs)
+    names = unique_names(runs)
     contents = [{**_read(folder), "name": name} for folder, name in zip(runs, names, strict=True)]
     console.print(table("Training", ["", *names], fact_rows(contents)))
     write_page(render_training(contents), report)
@@ -43,9 +43,3 @@ def _read(path: Path) -> dict[str, Any]:
     if not log:
         raise DataError(f"{path} has no step in its log yet; try again when the run has done some.")
     return {"metadata": metadata, "log": log}
-
-
-def _unique_names(runs: list[Path]) -> list[str]:
-    """Return the folders' names, or their paths where names repeat."""
-    names = [folder.resolve().name for folder in runs]
-    return names if len(set(names)) == len(names) else [str(folder) for folder in runs]
