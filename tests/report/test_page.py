@@ -171,6 +171,12 @@ def test_a_size_that_stayed_the_same_is_left_out(run: dict[str, Any]) -> None:
     assert "unchanged" in Page(render(run)).text, "that quality did not change is a result"
 
 
+def test_a_data_file_is_named_without_its_folders(run: dict[str, Any]) -> None:
+    run["quality"]["data"] = "/home/someone/data/reviews/dev.csv"
+    text = Page(render(run)).text
+    assert "someone" not in text and text.count("on reviews/dev.csv") >= 2
+
+
 def test_bars_show_every_quantity_before_and_after(run: dict[str, Any]) -> None:
     html = render(run)
     table = html[html.index("Before and after") : html.index("<h2>Quality")]

@@ -102,7 +102,7 @@ def quality_rows(run: Run) -> list[ComparisonRow]:
         return []
     label = str(quality.get("metric", "quality"))
     if quality.get("data"):
-        label += f" on {quality['data']}"
+        label += f" on {data_name(str(quality['data']))}"
     return [
         ComparisonRow(
             label,
@@ -112,6 +112,11 @@ def quality_rows(run: Run) -> list[ComparisonRow]:
             (quality["before"], quality["after"]),
         )
     ]
+
+
+def data_name(data: str) -> str:
+    """Shorten the path of a file to its last folder and name; other names of data stay as they are."""
+    return "/".join(data.split("/")[-2:]) if data.startswith("/") else data
 
 
 def size_rows(run: Run) -> list[ComparisonRow]:

@@ -145,7 +145,7 @@ footer { color: var(--soft); font-size: 13px; }
   thead { display: none; }
   tr { display: grid; grid-template-columns: 7fr 7fr 6fr; gap: 2px 8px; padding: 8px 0; }
   tr:has(td:nth-child(5)) { grid-template-columns: 1fr 1fr; }
-  tr:has(.bars) { grid-template-columns: 7fr 7fr 6fr; }
+  tr:has(td .bars):has(td:nth-child(5)) { grid-template-columns: 7fr 7fr 6fr; }
   tr + tr { border-top: 1px solid var(--line); }
   td, tfoot td { padding: 0; border: 0; font-size: 13px; text-align: left; white-space: normal; }
   td:first-child { grid-column: 1 / -1; font-size: 14px; }
