@@ -58,6 +58,7 @@ def show(plan: CompressionPlan) -> None:
         ["peak memory (estimate)", f"{size(plan.peak_memory)} of {size(plan.available_memory)} available"],
         ["disk (estimate)", f"{size(plan.disk)} of {size(plan.free_disk)} free"],
         ["time (estimate)", seconds(plan.seconds)],
+        ["opens in", ", ".join(plan.opens_in)],
     ]
     console.print(table(f"Plan for {plan.model}", ["", "estimate"], rows))
     steps = [

@@ -150,6 +150,11 @@ class Method(ABC):
         return undecided
 
     @property
+    def keeps_plain_shape(self) -> bool:
+        """Whether the result certainly has one width in all layers and no added biases, as other programs need."""
+        return True
+
+    @property
     def uses_data(self) -> bool:
         """Whether the method reads calibration data with its current parameters."""
         return "calibration data" in self.needs

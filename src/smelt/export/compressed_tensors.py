@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from smelt.errors import FormatError
 from smelt.export.format import Export, ExportFormat
+from smelt.models.anatomy import Mixture
 from smelt.models.artifact import distinct_tensors, layer_fields, plain_config, write_json
 from smelt.models.compressed_tensors import FLOATS, INTEGERS, MIXED, MXFP4, NVFP4, PACKED
 from smelt.models.config import COMPRESSED_TENSORS
@@ -43,27 +44,17 @@ class CompressedTensors(ExportFormat):
 
     name = COMPRESSED_TENSORS
 
+    def check(self, model: Model) -> None:
+        _config_groups(model)
+
     def write(self, model: Model, folder: Path) -> Export:
         network, layers = model.network, quantized_layers(model.network)
-        _check(model, layers)
-        mixtures = {part.path: part.mixture for part in model.anatomy.parts if part.mixture is not None}
-        groups: dict[str, tuple[Arguments, list[str]]] = {}
-        for path, layer in layers.items():
-            group = _group(layer.scheme, path)
-            _check_groups(layer, path)
-            if path.rpartition(".")[0] in mixtures:
-                _check_expert(group, path)
-            groups.setdefault(str(group), (group, []))[1].append(path)
+        groups, mixtures = _config_groups(model), _mixtures(model)
         plain = [path for path, module in network.named_modules() if isinstance(module, nn.Linear)]
-        if mixtures and len(groups) > 1:
-            raise FormatError(
-                "the layers of this mixture of experts are quantized in several ways, and transformers reads one for "
-                "all of them; quantize all layers alike, or keep the artifact."
-            )
         plain += dict.fromkeys(mixture.router_path for mixture in mixtures.values())
         config = {**plain_config(network), **layer_fields(model.anatomy)}
-        config["quantization_config"] = _quantization_config(list(groups.values()), plain)
-        if any(group["format"] in (NVFP4, MXFP4) for group, _ in groups.values()):
+        config["quantization_config"] = _quantization_config(groups, plain)
+        if any(group["format"] in (NVFP4, MXFP4) for group, _ in groups):
             config["dtype"] = "bfloat16"  # readers dequantize these to bfloat16, whatever the dtype of the network
         write_json(folder / "config.json", config)
         save_file(_tensors(network, layers), folder / "model.safetensors", metadata={"format": "pt"})
@@ -71,7 +62,7 @@ class CompressedTensors(ExportFormat):
             network.generation_config.save_pretrained(folder)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(folder)
-        format_counts = Counter(group["format"] for group, paths in groups.values() for _ in paths)
+        format_counts = Counter(group["format"] for group, paths in groups for _ in paths)
         expert_notes = ["transformers dequantizes the experts of a mixture when it loads them."] if mixtures else []
         return Export(dict(format_counts), [*_notes(network, layers), *expert_notes])
 
@@ -91,6 +82,30 @@ class CompressedTensors(ExportFormat):
             raise FormatError(
                 f"the export could not be verified: {differing or 'its list of layers'} differs when read."
             )
+
+
+def _config_groups(model: Model) -> list[tuple[Arguments, list[str]]]:
+    """Return the config groups with their layers, or raise FormatError if the format cannot express the model."""
+    layers, mixtures = quantized_layers(model.network), _mixtures(model)
+    _check(model, layers)
+    groups: dict[str, tuple[Arguments, list[str]]] = {}
+    for path, layer in layers.items():
+        group = _group(layer.scheme, path)
+        _check_groups(layer, path)
+        if path.rpartition(".")[0] in mixtures:
+            _check_expert(group, path)
+        groups.setdefault(str(group), (group, []))[1].append(path)
+    if mixtures and len(groups) > 1:
+        raise FormatError(
+            "the layers of this mixture of experts are quantized in several ways, and transformers reads one for all "
+            "of them; quantize all layers alike, or keep the artifact."
+        )
+    return list(groups.values())
+
+
+def _mixtures(model: Model) -> dict[str, Mixture]:
+    """Return the mixture of each expert by its path."""
+    return {part.path: part.mixture for part in model.anatomy.parts if part.mixture is not None}
 
 
 def _check(model: Model, layers: dict[str, QuantizedLinear]) -> None:

@@ -25,6 +25,9 @@ class ExportFormat(ABC):
     name: ClassVar[str]
     file: ClassVar[str | None] = None  # name inside the folder, if the format is a single file
 
+    def check(self, model: Model) -> None:  # noqa: B027  (a format may find out only when it writes)
+        """Raise FormatError if the format cannot express the model; the weights may be on the meta device."""
+
     @abstractmethod
     def write(self, model: Model, folder: Path) -> Export:
         """Write the model into an empty folder, or raise FormatError with what the format cannot express."""

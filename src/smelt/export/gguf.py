@@ -19,6 +19,7 @@ from torch import Tensor
 from smelt.errors import FormatError
 from smelt.export.format import Export, ExportFormat
 from smelt.export.gguf_blocks import (
+    check_format,
     has_float_zero_points,
     quantize_q4_0,
     quantize_q4_1,
@@ -69,6 +70,11 @@ class Gguf(ExportFormat):
     def __post_init__(self) -> None:
         if self.type is not None and self.type.lower() not in _TYPE_OPTIONS:
             raise FormatError(f"there is no GGUF type {self.type!r}; choose one of {', '.join(_TYPE_OPTIONS)}.")
+
+    def check(self, model: Model) -> None:
+        validated_config(model)
+        for path, layer in quantized_layers(model.network).items():
+            check_format(path, layer)
 
     def write(self, model: Model, folder: Path) -> Export:
         config, tensors = validated_config(model), list(self._tensors(model))

@@ -19,7 +19,7 @@ from smelt.errors import FormatError
 from smelt.models.gguf.blocks import Bytes, Floats
 from smelt.models.quantized import QuantizedLinear
 from smelt.numerics.catalog import format_name
-from smelt.numerics.format import QuantizedTensor
+from smelt.numerics.format import Format, QuantizedTensor
 from smelt.numerics.integer import DenormalInteger, Integer
 from smelt.numerics.scaled import Scaled, Ternary
 
@@ -271,12 +271,7 @@ def to_exact_blocks(path: str, layer: QuantizedLinear) -> BlockMatrix:
     number_format = layer.scheme.weight
     stored = {name: tensor.cpu() for name, tensor in layer.packed.tensors.items()}
     quantized = QuantizedTensor.from_packed(number_format, stored, layer.in_features)
-    size = number_format.effective_group_size(layer.in_features)
-    if size % BLOCK_SIZE or layer.in_features % size:
-        raise FormatError(
-            f"{path} has groups of {size}, and a block of GGUF has {BLOCK_SIZE} weights; quantize with a group_size of "
-            f"{BLOCK_SIZE} or a multiple of it, which must divide the {layer.in_features} inputs."
-        )
+    size = check_format(path, layer)
     if has_float_zero_points(layer):
         return _q4_1_from_gguf(path, quantized, size)
     levels, scale = _integer_levels(path, quantized)
@@ -297,6 +292,22 @@ def to_exact_blocks(path: str, layer: QuantizedLinear) -> BlockMatrix:
     raise FormatError(
         f"{path} has {number_format.bits} bits and zero points, which exceeds Q8_0; quantize it symmetrically."
     )
+
+
+def check_format(path: str, layer: QuantizedLinear) -> int:
+    """Return the group size of a layer, or raise FormatError if no block of GGUF has its format, whatever its codes."""
+    size = layer.scheme.weight.effective_group_size(layer.in_features)
+    if size % BLOCK_SIZE or layer.in_features % size:
+        raise FormatError(
+            f"{path} has groups of {size}, and a block of GGUF has {BLOCK_SIZE} weights; quantize with a group_size of "
+            f"{BLOCK_SIZE} or a multiple of it, which must divide the {layer.in_features} inputs."
+        )
+    number_format = layer.scheme.weight
+    if not isinstance(number_format, Integer | DenormalInteger | Scaled | Ternary):
+        raise _unsupported(path, number_format)
+    if type(number_format) in (Scaled, Ternary) and not _common_denominator(number_format):  # type: ignore[arg-type]
+        raise _unsupported(path, number_format)
+    return size
 
 
 def has_float_zero_points(layer: QuantizedLinear) -> bool:
@@ -334,11 +345,15 @@ def _integer_levels(path: str, quantized: QuantizedTensor) -> tuple[Tensor, Tens
     elif type(number_format) in (Scaled, Ternary) and (denominator := _common_denominator(number_format)):  # type: ignore[arg-type]
         levels, scale = number_format.elements.decode(codes) * denominator, qparams.scale / denominator  # type: ignore[attr-defined]
     else:
-        raise FormatError(
-            f"{path} is in {format_name(number_format)}, whose values are not integer multiples of a float16; GGUF "
-            "supports int2 to int8, dint, ternary and mxfp4, or export the unquantized model with --type."
-        )
+        raise _unsupported(path, number_format)
     return levels.flatten(-2)[..., :columns], scale.squeeze(-1)
+
+
+def _unsupported(path: str, number_format: Format) -> FormatError:
+    return FormatError(
+        f"{path} is in {format_name(number_format)}, whose values are not integer multiples of a float16; GGUF "
+        "supports int2 to int8, dint, ternary and mxfp4, or export the unquantized model with --type."
+    )
 
 
 def _common_denominator(number_format: Scaled) -> int:

@@ -16,7 +16,7 @@ from tokenizers import pre_tokenizers
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from smelt.errors import FormatError
-from smelt.models.artifact import distinct_tensors, layer_fields, plain_config
+from smelt.models.artifact import layer_fields, plain_config
 from smelt.models.gguf.llama import BLOCK_NAMES, LLAMA3, OUTER_NAMES
 from smelt.models.gguf.tokenizer import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, word_splits
 from smelt.models.model import Model
@@ -86,7 +86,7 @@ def _check_layers(model: Model, model_type: str) -> None:
             raise FormatError(f"{path} has low-rank factors beside its codes, which GGUF cannot store.")
     known = {*OUTER_NAMES.values()}
     inner = {*BLOCK_NAMES.values()}
-    for name in distinct_tensors(model.network):
+    for name in model.network.state_dict():
         path, _, part = name.rpartition(".")
         name_in_block = path.partition("layers.")[2].partition(".")[2]
         if not {name, f"{path}.weight"} & known and name_in_block not in inner:

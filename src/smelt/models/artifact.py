@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from smelt.errors import ModelError
 from smelt.files import json_text
-from smelt.models.anatomy import Anatomy, anatomy_of
+from smelt.models.anatomy import Anatomy, Part, anatomy_of
 from smelt.models.config import config_from, read_generation_config
 from smelt.models.json_file import read_object
 from smelt.models.kv_cache import KVCacheFormat
@@ -253,12 +253,17 @@ def _plain_fields_suffice(anatomy: Anatomy) -> bool:
     """
     if any(hasattr(part.output.module, "smelt_added_bias") for part in anatomy.parts):
         return False
-    heads = [part for part in anatomy.parts if part.kind == "heads"]
-    if all(part.units == part.original_units for part in heads):
-        return True
-    config = anatomy.network.config
-    even = all(part.units and config.hidden_size % (part.units * part.heads_per_unit) == 0 for part in heads)
-    return even and getattr(config, "head_dim", None) is not None
+    pruned = [part for part in anatomy.parts if part.units != part.original_units]
+    return all(has_plain_field(anatomy, part, part.units) for part in pruned)
+
+
+def has_plain_field(anatomy: Anatomy, part: Part, units: int) -> bool:
+    """Return whether a plain config field can say that all parts like this one have this many units."""
+    if part.kind != "heads":
+        return units > 0 and ("experts" if part.mixture is not None else part.kind) in anatomy.family.config_names
+    config, heads = anatomy.network.config, units * part.heads_per_unit
+    named = "heads" in anatomy.family.config_names and getattr(config, "head_dim", None) is not None
+    return named and heads > 0 and config.hidden_size % heads == 0
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

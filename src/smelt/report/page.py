@@ -12,6 +12,7 @@ from smelt.report import sections
 from smelt.report.layers import precision, undercalibrated_experts
 from smelt.report.markup import Markup, join, tag
 from smelt.report.quality import quality
+from smelt.report.rows import opens_in_sentence
 from smelt.report.speed import speed
 from smelt.report.steps import steps
 from smelt.report.style import CSS
@@ -85,9 +86,11 @@ def _header(run: Mapping[str, Any]) -> Markup:
     source = f"{run['model']} → {run['result']}" if run.get("result") else str(run["model"])
     line = ", ".join(str(part) for part in (source, run.get("created")) if part)
     sentence = verdict(run)
+    opens_in = opens_in_sentence(run)
     return tag(
         "header",
         tag("h1", run["title"]),
         tag("div", line, class_="soft"),
         tag("p", sentence, class_="verdict") if sentence else join(),
+        tag("div", opens_in, class_="soft") if opens_in else None,
     )

@@ -160,6 +160,12 @@ def _speed_value(measured: Run) -> float:
     return float(measured["tokens_per_second"] if "first_token_ms" in measured else measured["median_ms"])
 
 
+def opens_in_sentence(run: Run) -> str:
+    """Say which programs open the result; empty if the run does not know."""
+    programs = run.get("opens_in") or []
+    return f"opens in: {', '.join(map(str, programs))}" if programs else ""
+
+
 def speed_label(entry: Run) -> str:
     """Name what was timed, and the device."""
     return ", ".join(str(entry[key]) for key in ("name", "device") if entry.get(key)) or "latency"

@@ -9,14 +9,18 @@ from rich.table import Table
 from rich.text import Text
 
 from smelt.report.layers import undercalibrated_sentence
-from smelt.report.rows import before_after
+from smelt.report.rows import before_after, opens_in_sentence
 from smelt.report.speed import engine_sentence
 
 
 def summary_table(run: Mapping[str, Any]) -> Table:
     """Build the table of quality, size and speed before and after; the caption says what computed the layers, and names
     undercalibrated experts."""
-    sentences = [sentence for sentence in (engine_sentence(run), undercalibrated_sentence(run)) if sentence]
+    sentences = [
+        sentence
+        for sentence in (engine_sentence(run), undercalibrated_sentence(run), opens_in_sentence(run))
+        if sentence
+    ]
     caption = Text("\n".join(sentences)) if sentences else None
     table = Table(title=Text(str(run["title"])), title_justify="left", caption=caption, caption_justify="left")
     table.add_column("")

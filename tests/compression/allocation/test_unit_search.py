@@ -17,6 +17,7 @@ from smelt.compression.allocation.unit_search import (
     cost,
     kept_importance,
     search,
+    search_equal,
     search_threshold,
     search_uniform,
 )
@@ -89,6 +90,44 @@ def test_uniform_takes_the_same_share_of_every_layer_and_meets_the_budget() -> N
     choice = search_uniform(parts, capacity)
     assert {len(kept) for kept in choice[::2]} == {6} and len({len(kept) for kept in choice[1::2]}) == 1
     assert 0.98 * capacity < cost(parts, choice) <= capacity
+
+
+@st.composite
+def equal_problems(draw: st.DrawFn) -> tuple[list[Candidates], float]:
+    layers = draw(st.integers(1, 3))
+    parts = []
+    for kind, units, counts in (("heads", 4, (1, 2, 4)), ("ffn_channels", 6, (2, 4, 6))):
+        for _ in range(layers):
+            values = draw(st.lists(st.floats(0, 100), min_size=units, max_size=units))
+            cost = 7.0 if kind == "heads" else 3.0
+            parts.append(Candidates(kind, np.array(values), cost, draw(st.integers(0, 2)), 1, counts))
+    return parts, sum(part.unit_cost * len(part.importance) for part in parts) * draw(st.floats(0.2, 1.0))
+
+
+@settings(max_examples=200, deadline=None)
+@given(equal_problems())
+def test_equal_widths_match_brute_force(problem: tuple[list[Candidates], float]) -> None:
+    parts, capacity = problem
+    best = -np.inf
+    for heads, channels in itertools.product((1, 2, 4), (2, 4, 6)):
+        numbers = {"heads": heads, "ffn_channels": channels}
+        if all(numbers[part.kind] >= part.min_units for part in parts):
+            choice = [np.sort(part.ranking()[: numbers[part.kind]]) for part in parts]
+            if cost(parts, choice) <= capacity:
+                best = max(best, kept_importance(parts, choice))
+    if best == -np.inf:
+        with pytest.raises(BudgetError):
+            search_equal(parts, capacity)
+        return
+    choice = search_equal(parts, capacity)
+    assert kept_importance(parts, choice) == pytest.approx(best) and cost(parts, choice) <= capacity * (1 + 1e-9)
+    for kind in ("heads", "ffn_channels"):
+        assert len({len(kept) for part, kept in zip(parts, choice, strict=True) if part.kind == kind}) == 1
+
+
+def test_equal_widths_of_negative_scores_still_use_the_budget() -> None:
+    parts = [Candidates("ffn_channels", np.array([1.0, 0.0, -1.0, -2.0]), 1.0, 0, 1, (1, 2, 3, 4)) for _ in range(2)]
+    assert [len(kept) for kept in search_equal(parts, 6.0)] == [3, 3]
 
 
 def test_threshold_keeps_the_global_order() -> None:

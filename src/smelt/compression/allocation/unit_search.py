@@ -1,4 +1,4 @@
-"""Choose the units to keep under a budget: by exact search, by one ratio for all layers, or by a global threshold.
+"""Choose the units to keep under a budget: by exact search, with one width or ratio for all layers, or by a threshold.
 
 The exact search (Kwon et al., 2022): all heads cost the same and so do all FFN channels, so for every number of heads,
 the best heads and the best channels that still fit are prefixes of two sorted lists, and the best pair wins.
@@ -6,6 +6,7 @@ the best heads and the best channels that still fit are prefixes of two sorted l
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ class Candidates:
     unit_cost: float
     min_units: int = 0  # minimum number of units to keep
     multiple: int = 1  # the number kept is a multiple of this, or all
+    counts: tuple[int, ...] = ()  # the numbers that may be kept, ascending, where widths are uniform; empty: any
 
     def ranking(self) -> np.ndarray:
         """Return units from most to least important; ties by index, so that the choice is deterministic."""
@@ -78,6 +80,55 @@ def search_uniform(parts: Sequence[Candidates], capacity: float) -> KeptUnits:
     choice = [np.sort(part.ranking()[:count]) for part, count in zip(parts, counts, strict=True)]
     _check_remaining(capacity - cost(parts, choice), capacity)
     return choice
+
+
+def search_equal(parts: Sequence[Candidates], capacity: float) -> KeptUnits:
+    """Return the choice of maximum importance in which all parts with the same `counts` keep the same number of units.
+
+    Every combination of counts is tried; the parts with the most counts then keep as many units as fit.
+    """
+    groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for position, part in enumerate(parts):
+        groups.setdefault((part.kind, part.counts), []).append(position)
+    options = sorted((_GroupOptions.of(parts, group, counts) for (_, counts), group in groups.items()), key=len)
+    *others, last = options
+    best, best_value = None, -np.inf
+    for picks in itertools.product(*(range(len(group)) for group in others)):
+        spent = sum(group.cost[pick] for group, pick in zip(others, picks, strict=True))
+        affordable = int(np.searchsorted(last.cost, capacity - spent + 1e-9 * abs(capacity), side="right")) - 1
+        if affordable < 0:
+            continue
+        value = last.value[affordable] + sum(group.value[pick] for group, pick in zip(others, picks, strict=True))
+        if value > best_value:
+            best, best_value = (*picks, affordable), value
+    if best is None:
+        _check_remaining(-np.inf, capacity)
+    assert best is not None
+    kept = {i: group.counts[pick] for group, pick in zip(options, best, strict=True) for i in group.parts}
+    return [np.sort(part.ranking()[: kept[i]]) for i, part in enumerate(parts)]
+
+
+@dataclass(frozen=True)
+class _GroupOptions:
+    """Parts that keep the same number of units: the possible numbers, with the importance and cost of each."""
+
+    parts: list[int]
+    counts: tuple[int, ...]
+    value: np.ndarray  # [counts]
+    cost: np.ndarray  # [counts]
+
+    @classmethod
+    def of(cls, parts: Sequence[Candidates], group: list[int], counts: tuple[int, ...]) -> _GroupOptions:
+        least = max(required_count(parts[i]) for i in group)
+        allowed = tuple(count for count in counts if count >= least)
+        # Standardized scores (FLAP) can be negative, and a further unit must not make a choice worse.
+        lowest = min(0.0, *(float(parts[i].importance.min()) for i in group))
+        sums = sum(np.cumsum(np.sort(parts[i].importance - lowest)[::-1]) for i in group)
+        chosen = np.array(allowed)
+        return cls(group, allowed, np.asarray(sums)[chosen - 1], chosen * sum(parts[i].unit_cost for i in group))
+
+    def __len__(self) -> int:
+        return len(self.counts)
 
 
 def search_threshold(parts: Sequence[Candidates], capacity: float) -> KeptUnits:
@@ -172,6 +223,9 @@ def _fraction_of_units(part: Candidates, fraction: float, *, up: bool) -> int:
     """Return a fraction of a part's units: rounded to nearest for heads, down for the rest, at least the floor."""
     units = len(part.importance)
     count = int(np.floor(units * fraction + 0.5)) if up else int(np.floor(units * fraction + 1e-9))
+    if part.counts:
+        allowed = [number for number in part.counts if number >= required_count(part)]
+        return max((number for number in allowed if number <= count), default=allowed[0])
     count = count // part.multiple * part.multiple
     return min(units, max(count, required_count(part)))
 

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from smelt.compression.allocation.latency_search import search_under_latency
-from smelt.compression.allocation.unit_search import Candidates, KeptUnits, search, search_threshold, search_uniform
+from smelt.compression.allocation.unit_search import (
+    Candidates,
+    KeptUnits,
+    search,
+    search_equal,
+    search_threshold,
+    search_uniform,
+)
 from smelt.compression.base import (
     CalibrationSize,
     Method,
@@ -36,12 +43,14 @@ from smelt.config import renamed
 from smelt.errors import BudgetError, ModelError, RecipeError
 from smelt.measure.cost import CostMetric, Workload, block_cost, block_parameters, cost_with_units, unit_costs
 from smelt.models.anatomy import Anatomy, Part, Projection
+from smelt.models.artifact import has_plain_field
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
 
 # Columns of which the widths of layers are a multiple, by device: tiles of its matrix kernels and groups of quantized
 # weights. Odd widths cost more speed than the removed units gain.
 ALIGNMENT = {"cuda": 128, "cpu": 32}
+FREE, UNIFORM = "free", "uniform"  # widths
 BISECTIONS = 30  # of the budget, where unit costs are not exact
 SOLVER_MATRICES = 5  # float64 matrices of a part's width that exist at once in a solve
 
@@ -66,7 +75,8 @@ class StructuredPruning(Method):
     repair: str = renamed("finish", default="none")  # none, tune (one scale per unit) or full (refit the projection)
     solver: str = "lsmr"  # of tune: lsmr (as published) or ridge (damping relative to the Gram matrix)
     damping: float = 0.1  # of ridge and full, relative to the mean of the Gram diagonal
-    intercept: bool = True  # of full: also fit a bias
+    intercept: bool | None = None  # of full: also fit a bias; null: yes, unless widths are uniform
+    widths: str = FREE  # free, or uniform: the same in every layer, as other programs need
 
     search_rule: ClassVar[str] = "global"
     repairs: ClassVar[tuple[str, ...]] = ("none", "tune", "full")
@@ -74,6 +84,9 @@ class StructuredPruning(Method):
     def __post_init__(self) -> None:
         one_of(self.name, "repair", self.repair, self.repairs)
         one_of(self.name, "solver", self.solver, ("lsmr", "ridge"))
+        one_of(self.name, "widths", self.widths, (FREE, UNIFORM))
+        if self.widths == UNIFORM and self.budget.measure == "latency":
+            raise RecipeError("widths: uniform has no latency budget; give parameters, macs or bytes.")
         if isinstance(self.alignment, str):
             one_of(self.name, "alignment", self.alignment, (MEASURED,))
         for name, largest in (("alignment", 1024), ("ffn_multiple", 4096), ("head_multiple", 1024)):
@@ -125,6 +138,10 @@ class StructuredPruning(Method):
         return {"parameters_removed": removed, "block_parameters_before": before, **facts}
 
     @property
+    def keeps_plain_shape(self) -> bool:
+        return self.widths == UNIFORM
+
+    @property
     def times_layers(self) -> bool:
         return self.alignment == MEASURED
 
@@ -146,6 +163,22 @@ class StructuredPruning(Method):
         if quantized_layers(anatomy.network):
             raise ModelError("this model is already quantized; prune its source model, then quantize the result.")
         self._check_repair(anatomy)
+        if self.widths == UNIFORM:
+            self._check_uniform(anatomy)
+
+    def _check_uniform(self, anatomy: Anatomy) -> None:
+        """Raise if other programs could not open the result."""
+        if all(self.unit_counts(anatomy, part) == (part.units,) for part in anatomy.parts):
+            raise RecipeError(
+                f"widths: uniform would change nothing: transformers has no configuration field for narrower layers of "
+                f"this {anatomy.family.name} network; remove it."
+            )
+        unbiased = any(part.output.bias is None for part in anatomy.parts)
+        if unbiased and self.fits_bias(anatomy):
+            raise RecipeError(
+                "widths: uniform is for results that other programs open, and they would drop the biases that this "
+                "repair adds; use repair: full without intercept, or repair: none."
+            )
 
     def reshape(self, anatomy: Anatomy, undecided: Mapping[str, UndecidedWidth]) -> Mapping[str, UndecidedWidth]:
         """Cut to the exact widths where no score decides them, otherwise to possible ones; check the budget."""
@@ -166,7 +199,10 @@ class StructuredPruning(Method):
             if self.min_units(anatomy, part) < part.units:
                 widths[part.output.path] = self._undecided_width(part, undecided)
             multiple, least = self.unit_multiple(part), self.min_units(anatomy, part)
-            choice.append(np.arange(max(least, (part.units - 1) // multiple * multiple)))
+            largest = (part.units - 1) // multiple * multiple
+            if self.widths == UNIFORM:
+                largest = max((n for n in self.unit_counts(anatomy, part) if n < part.units), default=part.units)
+            choice.append(np.arange(max(least, largest)))
         cut(anatomy.network, choice)
         return widths
 
@@ -216,19 +252,25 @@ class StructuredPruning(Method):
         measure: Any = budget.measure
         candidates = self.candidates(anatomy, scores, unit_costs(anatomy, measure, workload))
         allowed = budget.keep * block_cost(anatomy, measure, workload) - self.added_cost(anatomy, measure)
-        return search_true_cost(anatomy, candidates, SEARCH_RULES[self.search_rule], allowed, measure, workload)
+        equal = self.widths == UNIFORM and self.search_rule != "uniform"
+        rule = search_equal if equal else SEARCH_RULES[self.search_rule]
+        return search_true_cost(anatomy, candidates, rule, allowed, measure, workload)
 
     def added_cost(self, anatomy: Anatomy, measure: str) -> float:
         """Return the cost of biases that the repair adds."""
-        if measure not in ("parameters", "bytes") or not self.adds_bias:
+        if measure not in ("parameters", "bytes") or not self.fits_bias(anatomy):
             return 0.0
         outputs = [part.output for part in anatomy.parts if part.output.bias is None]
         size = outputs[0].weight.element_size() if outputs and measure == "bytes" else 1
         return float(size * sum(output.out_features for output in outputs))
 
-    @property
-    def adds_bias(self) -> bool:
-        return self.repair == "full" and self.intercept
+    def fits_bias(self, anatomy: Anatomy) -> bool:
+        """Return whether the repair fits biases, which are new where the output projection has none."""
+        if self.repair != "full":
+            return False
+        if self.intercept is not None:
+            return self.intercept
+        return self.widths != UNIFORM or all(part.output.bias is not None for part in anatomy.parts)
 
     def candidates(self, anatomy: Anatomy, scores: Scores, part_costs: Sequence[float]) -> list[Candidates]:
         """Return the units of each part for the search, with the minimum number to keep."""
@@ -239,9 +281,18 @@ class StructuredPruning(Method):
                 unit_cost=cost,
                 min_units=self.min_units(anatomy, part),
                 multiple=self.unit_multiple(part),
+                counts=self.unit_counts(anatomy, part) if self.widths == UNIFORM else (),
             )
             for part, score, cost in zip(anatomy.parts, scores, part_costs, strict=True)
         ]
+
+    def unit_counts(self, anatomy: Anatomy, part: Part) -> tuple[int, ...]:
+        """Return the numbers of units of a part that its family can have in all layers, and that may be kept."""
+        alike = [other for other in anatomy.parts if (other.kind, other.units) == (part.kind, part.units)]
+        least = max(self.min_units(anatomy, other) for other in alike)
+        multiple = self.unit_multiple(part)
+        counts = [n for n in range(multiple, part.units, multiple) if n >= least and has_plain_field(anatomy, part, n)]
+        return (*counts, part.units)
 
     def min_units(self, anatomy: Anatomy, part: Part) -> int:
         """Return the minimum number of units to keep.
@@ -277,7 +328,7 @@ class StructuredPruning(Method):
             mode=self.repair,
             solver=self.solver,
             damping=self.damping,
-            intercept=self.intercept,
+            intercept=self.fits_bias(model.anatomy),
             skip_first_token=causal,
         )
 

@@ -36,9 +36,8 @@ class Flap(StructuredPruning):
     search_rule: ClassVar[str] = "threshold"
     repairs: ClassVar[tuple[str, ...]] = ("bias", "none", "tune", "full")
 
-    @property
-    def adds_bias(self) -> bool:
-        return self.repair == "bias" or super().adds_bias
+    def fits_bias(self, anatomy: Anatomy) -> bool:
+        return self.repair == "bias" or super().fits_bias(anatomy)
 
     def check(self, anatomy: Anatomy) -> None:
         if any(part.kind == "channels" for part in anatomy.parts):

@@ -19,6 +19,7 @@ from smelt.compression.recipe.inputs import needs_data
 from smelt.compression.recipe.recipe import Recipe, parse_bytes
 from smelt.compression.recipe.step_checks import check_steps
 from smelt.errors import ResourceError
+from smelt.export.opens import Opener, opens_in
 from smelt.files import explain_disk_errors
 from smelt.measure.cost import (
     Workload,
@@ -31,6 +32,7 @@ from smelt.measure.cost import (
 from smelt.measure.memory import available_memory, free_disk, resident_bytes
 from smelt.models.anatomy import Anatomy, anatomy_of
 from smelt.models.load import skeleton
+from smelt.models.model import Model
 from smelt.report.numbers import size as format_size
 
 EFFICIENCY = 0.5  # speed of complete blocks relative to a large matrix product
@@ -64,6 +66,7 @@ class CompressionPlan:
     free_disk: int
     seconds: float
     steps: tuple[StepPlan, ...]
+    opens_in: tuple[str, ...]  # the programs that will open the result
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -89,7 +92,8 @@ def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> CompressionPl
     recipe = recipe.for_device("cpu")
     network = skeleton(source)
     anatomy = anatomy_of(network)
-    check_steps(skeleton(source), recipe)
+    reshaped = skeleton(source)
+    check_steps(reshaped, recipe)
     limit = None if recipe.memory_limit is None else parse_bytes(recipe.memory_limit)
     data = resolve_batch_size(recipe, anatomy, torch.device("cpu")).data
     assert data.batch_size is not None
@@ -117,7 +121,14 @@ def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> CompressionPl
         free_disk=free,
         seconds=sum(step.seconds for step in steps) + evaluation,
         steps=steps,
+        opens_in=_opens_in(recipe, Model(reshaped)),
     )
+
+
+def _opens_in(recipe: Recipe, model: Model) -> tuple[str, ...]:
+    """Return the programs that are certain to open a result of this shape; the model is on the meta device."""
+    certain = all(step.keeps_plain_shape for step in recipe.steps)
+    return tuple(str(opener) for opener in (opens_in(model) if certain else [Opener("Smelt")]))
 
 
 def _step_plan(step: Any, anatomy: Anatomy, size: CalibrationSize, limit: int | None, rate: float) -> StepPlan:

@@ -10,6 +10,7 @@ from typing import Any
 from smelt.compression.methods import METHODS
 from smelt.compression.recipe.recipe import Recipe
 from smelt.data import LabeledData, TextData
+from smelt.export.opens import opens_in
 from smelt.measure.cost import Workload, block_macs, block_parameters, count_bytes, count_parameters
 from smelt.measure.divergence import logit_divergence
 from smelt.measure.eval_result import EvalResult
@@ -176,6 +177,7 @@ def run_record(
         "steps": steps,
         "recipe": recipe.to_yaml(),
         "machine": machine(),
+        "opens_in": [str(opener) for opener in opens_in(model)],
         "papers": [{"method": step.name, "citation": METHODS[step.name].paper} for step in recipe.steps],
     }
     record["size"]["macs"]["tokens"] = TIMED_TOKENS

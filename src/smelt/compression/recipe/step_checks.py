@@ -18,7 +18,8 @@ from smelt.models.anatomy import anatomy_of
 
 
 def check_steps(network: PreTrainedModel, recipe: Recipe) -> None:
-    """Raise if a step cannot work on what the steps before it leave of a network on the meta device."""
+    """Raise if a step cannot work on what the steps before it leave of a network on the meta device, which then has
+    the shape that all steps leave."""
     undecided: Mapping[str, UndecidedWidth] = {}
     for position, step in enumerate(recipe.steps):
         try:
