@@ -40,8 +40,12 @@ test-all: check
 mutants: setup
 	$(BIN)/python -m tests.mutants.run --jobs $(WORKERS) --json benchmarks/results/mutants.json
 
+# The generated pages, then the site in site/index.html.
 docs: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	$(BIN)/python docs/make_methods.py
+	$(BIN)/python docs/make_reference.py
+	$(BIN)/python -m mkdocs build --quiet --strict
 
 # The exact releases, with hashes, that a release was tested with; `constraints.txt` stays the pin for development, since
 # machines install different builds of torch.
@@ -51,4 +55,4 @@ lock: setup
 		--constraint constraints.txt --custom-compile-command "make lock" --quiet --output-file requirements-release.lock
 
 clean:
-	rm -rf $(VENV) $(DEMO) build *.egg-info
+	rm -rf $(VENV) $(DEMO) build site *.egg-info

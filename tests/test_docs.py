@@ -8,6 +8,7 @@ import inspect
 import re
 import shlex
 import sys
+from collections.abc import Collection
 from dataclasses import fields
 from functools import reduce
 from pathlib import Path
@@ -28,8 +29,9 @@ from smelt.serve.server.settings import ServeConfig
 from smelt.strict_yaml import load_yaml
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WORKED_EXAMPLE = ROOT / "docs" / "adding-a-method.md"
+RUN_ELSEWHERE = [WORKED_EXAMPLE, *(ROOT / "docs" / "tutorials").glob("*.md")]  # their snippets run as tests
 COMMANDS: dict[str, Any] = get_command(app_with()).commands  # type: ignore[attr-defined]
 
 
@@ -38,9 +40,9 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-def all_blocks(language: str, *, but: Path | None = None) -> list[Any]:
+def all_blocks(language: str, *, but: Collection[Path] = ()) -> list[Any]:
     results = [
-        (page, number, text) for page in PAGES if page != but for number, text in enumerate(blocks(page, language))
+        (page, number, text) for page in PAGES if page not in but for number, text in enumerate(blocks(page, language))
     ]
     assert results, f"no {language} on any page: the pattern no longer finds the blocks"
     return [pytest.param(text, id=f"{page.name}-{number}") for page, number, text in results]
@@ -80,13 +82,19 @@ def test_a_command_in_a_block_parses(line: str) -> None:
             assert (ROOT / value).is_file(), value
 
 
-def test_the_readme_shows_every_command() -> None:
-    shown = {
-        shlex.split(line)[1]
-        for text in blocks(ROOT / "README.md", "sh")
-        for line in re.findall("^smelt .*", text, re.M)
-    }
-    assert shown == set(COMMANDS)
+def test_generated_pages_are_up_to_date() -> None:
+    """The command reference names every command, the support matrix every family."""
+    generator = module_from(ROOT / "docs" / "make_reference.py")
+    for path, text in generator.pages().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name} is stale: run `make docs`"
+    types = [model_type for family in FAMILIES for model_type in family.model_types]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [name for name in types if f"`{name}`" not in readme] == []
+
+
+def test_the_site_has_every_page() -> None:
+    names = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
+    assert names == {str(page.relative_to(ROOT / "docs")) for page in PAGES if page != ROOT / "README.md"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -129,7 +137,7 @@ def resolved(node: ast.expr, names: dict[str, Any]) -> Any:
     return reduce(getattr, chain[1:], names[chain[0]])
 
 
-@pytest.mark.parametrize("text", all_blocks("python", but=WORKED_EXAMPLE))
+@pytest.mark.parametrize("text", all_blocks("python", but=RUN_ELSEWHERE))
 def test_a_snippet_uses_existing_names(text: str) -> None:
     tree = ast.parse(text)
     names: dict[str, Any] = {}
@@ -162,11 +170,9 @@ def test_the_worked_example_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         its_test.test_silent_units_go_first(family)
 
 
-def test_the_readme_names_every_method_and_family() -> None:
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    for row, names in (("methods", METHODS), ("families", [family.name for family in FAMILIES])):
-        (line,) = (line for line in lines if line.startswith(f"| {row} |"))
-        assert [name for name in names if f"`{name}`" not in line] == []
+def test_the_list_of_features_names_every_method() -> None:
+    (line,) = re.findall(r"^\| methods \|.*", (ROOT / "docs" / "features.md").read_text(encoding="utf-8"), re.M)
+    assert [name for name in METHODS if f"`{name}`" not in line] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
