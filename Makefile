@@ -8,7 +8,7 @@ DEMO   := demo
 WORKERS ?= 2
 PARALLEL := --numprocesses $(WORKERS) --dist loadfile
 
-.PHONY: demo test test-all mutants check setup docs lock clean
+.PHONY: demo test test-all mutants check setup docs lock build clean
 
 setup: $(VENV)/.ready
 
@@ -54,5 +54,12 @@ lock: setup
 	$(BIN)/uv pip compile pyproject.toml --all-extras --generate-hashes --universal --python-version 3.11 \
 		--constraint constraints.txt --custom-compile-command "make lock" --quiet --output-file requirements-release.lock
 
+# Wheel and source distribution of `smeltml`; `make test-all` installs the wheel in an environment of its own.
+build: setup
+	rm -rf dist
+	$(BIN)/python -m pip install --quiet build twine
+	$(BIN)/python -m build --quiet
+	$(BIN)/python -m twine check --strict dist/*
+
 clean:
-	rm -rf $(VENV) $(DEMO) build site *.egg-info
+	rm -rf $(VENV) $(DEMO) build dist site *.egg-info

@@ -1,5 +1,7 @@
 """Errors that users can cause: one sentence with the cause and the way out, shown without a traceback."""
 
+DISTRIBUTION = "smeltml"  # on PyPI, where `smelt` belongs to others
+
 
 class SmeltError(Exception):
     """An error that a user can cause and fix. The command line prints its message and exits with 2."""
@@ -43,6 +45,11 @@ class FormatError(SmeltError):
 
 class RequestError(SmeltError):
     """A request cannot be served: a value is out of range, the prompt is too long, or the queue is full."""
+
+
+def install_command(extra: str = "") -> str:
+    """Return the command that installs Smelt, with one of its extras: the name on PyPI is not that of the package."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'" if extra else f"pip install {DISTRIBUTION}"
 
 
 def is_panic(error: BaseException) -> bool:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'smelt[harness]'")
+pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'smeltml[harness]'")
 
 from tests.cli.conftest import Place, Smelt
 

@@ -71,7 +71,7 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return real_import(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", without_pyarrow)
-    with pytest.raises(DataError, match=r"pip install smelt\[parquet\]"):
+    with pytest.raises(DataError, match=r"pip install 'smeltml\[parquet\]'"):
         read_rows(written(tmp_path / "a.parquet", b"PAR1"))
 
 

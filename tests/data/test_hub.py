@@ -25,7 +25,7 @@ def test_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(HAS_DATASETS, reason="the package is installed")
 def test_without_the_package() -> None:
-    with pytest.raises(DataError, match=r"pip install smelt\[datasets\]"):
+    with pytest.raises(DataError, match=r"pip install 'smeltml\[datasets\]'"):
         load_text("owner/name")
 
 

@@ -81,7 +81,7 @@ def test_our_reader_restores_the_same_layers_and_logits(name: str, tmp_path: Pat
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors", reason="the real reader is not installed: smelt[compressed-tensors]")
+    pytest.importorskip("compressed_tensors", reason="the real reader is not installed: smeltml[compressed-tensors]")
     dtype = torch.bfloat16 if name in FOUR_BIT_FLOATS else torch.float32
     model = quantized(network(dtype=dtype, num_hidden_layers=1), SCHEMES[name][0])
     export(model, "compressed-tensors", tmp_path / "out")
@@ -93,7 +93,7 @@ def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> Non
 
 def test_transformers_rounds_only_scales_to_the_dtype_of_the_model(tmp_path: Path) -> None:
     """A bfloat16 model with float16 scales: kept in the folder, rounded by the reader, and reported."""
-    pytest.importorskip("compressed_tensors", reason="the real reader is not installed: smelt[compressed-tensors]")
+    pytest.importorskip("compressed_tensors", reason="the real reader is not installed: smeltml[compressed-tensors]")
     model = quantized(network(dtype=torch.bfloat16), scheme("int4/32@float16"))
     result = export(model, "compressed-tensors", tmp_path / "out")
     assert any("bfloat16" in note for note in result["notes"])
@@ -143,7 +143,7 @@ def test_mixed_schemes_become_groups_that_name_their_layers(tmp_path: Path) -> N
     assert said["ignore"] == ["model.layers.0.self_attn.o_proj", "model.layers.1.self_attn.o_proj", "lm_head"]
     with use_backend("reference"):
         assert torch.equal(logits(load(tmp_path / "out").network), logits(model.network))
-    pytest.importorskip("compressed_tensors", reason="the real reader is not installed: smelt[compressed-tensors]")
+    pytest.importorskip("compressed_tensors", reason="the real reader is not installed: smeltml[compressed-tensors]")
     reference = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with use_backend("reference"):
         torch.testing.assert_close(logits(reference), logits(model.network), atol=1e-5, rtol=0)

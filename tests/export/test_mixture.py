@@ -30,7 +30,7 @@ def quantized(name: str, folder: Path, **settings: Any) -> Model:
 @pytest.mark.parametrize("name", PLAIN)
 @torch.no_grad()
 def test_symmetric_integers_are_read_by_us_and_by_transformers(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors", reason="the real reader is not installed: smelt[compressed-tensors]")
+    pytest.importorskip("compressed_tensors", reason="the real reader is not installed: smeltml[compressed-tensors]")
     model = quantized(name, tmp_path / "source", **SYMMETRIC)
     export(model, "compressed-tensors", tmp_path / "out")
     expected, read = model.network(**ids()).logits, load(tmp_path / "out")

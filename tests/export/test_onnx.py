@@ -24,8 +24,8 @@ SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 
 def needed() -> Any:
     for package in ("onnx", "onnxscript"):
-        pytest.importorskip(package, reason=f"{package} is not installed: smelt[onnx]")
-    return pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: smelt[onnx]")
+        pytest.importorskip(package, reason=f"{package} is not installed: smeltml[onnx]")
+    return pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: smeltml[onnx]")
 
 
 def pruned() -> Model:

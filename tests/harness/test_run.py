@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'smelt[harness]'")
+pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'smeltml[harness]'")
 
 from lm_eval.api.metrics import bits_per_byte, mean, perplexity, weighted_perplexity
 

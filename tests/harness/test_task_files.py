@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'smelt[harness]'")
+pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'smeltml[harness]'")
 
 from smelt.errors import ConfigError, DataError
 from smelt.harness.task_files import check_task_folder, isolated, load_tasks

@@ -1,4 +1,4 @@
-"""Two replicas on one machine with Ray Serve, started as a user would. Needs `pip install 'smelt[cluster]'`.
+"""Two replicas on one machine with Ray Serve, started as a user would. Needs `pip install 'smeltml[cluster]'`.
 
 Most tests share one server, since starting Ray takes seconds; its shutdown is tested as well.
 """
@@ -28,7 +28,7 @@ from tests.serve.conftest import KEYS
 from tests.serve.server_process import NAME, Server, start
 from tests.serve.test_lifecycle import Reader
 
-pytest.importorskip("ray", reason="needs Ray, which is large: pip install 'smelt[cluster]'")
+pytest.importorskip("ray", reason="needs Ray, which is large: pip install 'smeltml[cluster]'")
 psutil = pytest.importorskip("psutil")
 
 OPTIONS = (

@@ -288,7 +288,11 @@ def test_our_message_is_extracted_from_rays_error() -> None:
 
 def test_the_command_without_ray_or_with_a_wrong_number(tmp_path: Any) -> None:
     code = "import sys; sys.modules['ray'] = None\nfrom smelt.cli.main import main; main(sys.argv[1:])"
-    for options, sentence in ((["2"], "pip install 'smelt[cluster]'"), (["0"], "--replicas"), (["two"], "--replicas")):
+    for options, sentence in (
+        (["2"], "pip install 'smeltml[cluster]'"),
+        (["0"], "--replicas"),
+        (["two"], "--replicas"),
+    ):
         command = [sys.executable, "-c", code, "serve", str(tmp_path), "--replicas", *options]
         completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
         assert completed.returncode == 2 and sentence in completed.stderr and "Traceback" not in completed.stderr, (

@@ -137,7 +137,7 @@ def test_a_port_in_use_and_a_missing_extra(server: Server, model_folder: Path) -
         "from smelt.cli.main import main; main(['serve', 'x'])"
     )
     missing = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert missing.returncode == 2 and "pip install 'smelt[serve]'" in missing.stderr
+    assert missing.returncode == 2 and "pip install 'smeltml[serve]'" in missing.stderr
 
 
 @pytest.mark.parametrize("until", [b"0/1", b"is served at"])

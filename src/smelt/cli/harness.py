@@ -19,7 +19,7 @@ from smelt.progress import progress_bars
 from smelt.report.numbers import metric as format_metric
 
 HarnessOption = Annotated[
-    bool, typer.Option("--harness", help="Run --tasks with lm-eval, offline (needs smelt[harness]).")
+    bool, typer.Option("--harness", help="Run --tasks with lm-eval, offline (needs the extra harness).")
 ]
 TasksOption = Annotated[str | None, typer.Option("--tasks", help="Tasks of lm-eval, separated by commas.")]
 TasksPathOption = Annotated[

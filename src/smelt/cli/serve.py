@@ -11,7 +11,7 @@ import typer
 from smelt.cli.config_flags import flags_given, with_config_flags
 from smelt.cli.output import ModelArgument, check_device, say
 from smelt.config import parse
-from smelt.errors import SmeltError
+from smelt.errors import SmeltError, install_command
 from smelt.serve.server.settings import ServeConfig
 from smelt.strict_yaml import read_yaml
 
@@ -28,7 +28,7 @@ def run(context: typer.Context, model: ModelArgument, config: ConfigOption = Non
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("smelt"):
             raise
-        raise SmeltError(f"the server needs {error.name}; `pip install 'smelt[serve]'`.") from error
+        raise SmeltError(f"the server needs {error.name}; `{install_command('serve')}`.") from error
     options = read_serve_config(config, flags_given(context, flags))
     settings = options.resolve(model)
     if options.replicas > 1 or options.ray_address:

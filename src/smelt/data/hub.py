@@ -13,7 +13,7 @@ from typing import Any
 
 from smelt.data.files import TABLE_SUFFIXES, TEXT_SUFFIXES, Row, suffix_of
 from smelt.data.limits import ROW_BYTES, VALUE_BYTES, DecodedBytes
-from smelt.errors import DataError
+from smelt.errors import DataError, install_command
 
 _IDENTIFIER = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<configuration>[\w.-]+))?(@(?P<split>[\w.-]+))?")
 _PREFIX = "hub:"
@@ -38,7 +38,7 @@ def read_hub(source: str, purpose: str) -> list[Row]:
     except ImportError as error:
         raise DataError(
             f"'{source}' is not a local file, and reading it from the hub needs one more package: "
-            "pip install smelt[datasets]."
+            f"{install_command('datasets')}."
         ) from error
     name, configuration = match["name"], match["configuration"]
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from smelt.data.limits import MAX_COLUMNS, ROW_BYTES, VALUE_BYTES, DecodedBytes
-from smelt.errors import DataError
+from smelt.errors import DataError, install_command
 from smelt.subprocesses import python_command, python_environment
 
 _PROCESS = Path(__file__).with_name("parquet_process.py")
@@ -20,7 +20,7 @@ def parquet_rows(stream: IO[bytes], path: Path, budget: DecodedBytes) -> list[di
     try:
         import pyarrow.parquet  # noqa: F401
     except ImportError as error:
-        raise DataError(f"{path} is Parquet, which needs one more package: pip install smelt[parquet].") from error
+        raise DataError(f"{path} is Parquet, which needs one more package: {install_command('parquet')}.") from error
     with tempfile.TemporaryFile() as file, tempfile.TemporaryFile() as messages:
         _copy(stream, file, budget)
         limits = (budget.limit, MAX_COLUMNS, ROW_BYTES, VALUE_BYTES)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from smelt.errors import FormatError
+from smelt.errors import FormatError, install_command
 from smelt.export.format import Export, ExportFormat
 from smelt.models.artifact import layer_fields, plain_config, write_json
 from smelt.models.json_file import one_line
@@ -176,7 +176,7 @@ class _IntegerLayer(nn.Module):
 
 def _check(model: Model) -> None:
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        raise FormatError(f"an export to onnx needs {', '.join(missing)}: install them with `pip install smelt[onnx]`.")
+        raise FormatError(f"an export to onnx needs {', '.join(missing)}: `{install_command('onnx')}`.")
     if model.task == "language":
         raise FormatError(
             "ONNX export is for encoders, and this model generates text; export it to gguf or compressed-tensors."

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from smelt.data.batches import pad_batch, padding_token_id
-from smelt.errors import ConfigError, ModelError
+from smelt.errors import ConfigError, ModelError, install_command
 from smelt.measure.logits import eval_mode, score_targets
 from smelt.measure.perplexity import cache_factory
 from smelt.models.model import Model
@@ -23,7 +23,7 @@ try:
     from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
-    raise ImportError("lm-eval, which brings datasets, is not installed: pip install 'smelt[harness]'.") from error
+    raise ImportError(f"lm-eval, which brings datasets, is not installed: {install_command('harness')}.") from error
 
 DEFAULT_MAX_LENGTH = 2048  # tokens, for a model that names no number of positions
 MAX_GENERATED_TOKENS = 256  # of a task that names no limit, as in lm-eval

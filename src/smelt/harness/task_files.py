@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from smelt.errors import ConfigError, DataError
+from smelt.errors import ConfigError, DataError, install_command
 from smelt.models.json_file import one_line
 from smelt.strict_yaml import read_yaml
 
@@ -31,7 +31,7 @@ def check_installed() -> None:
     try:
         import lm_eval  # noqa: F401
     except ImportError as error:
-        raise ConfigError("lm-eval is not installed: pip install 'smelt[harness]'.") from error
+        raise ConfigError(f"lm-eval is not installed: {install_command('harness')}.") from error
 
 
 @contextmanager

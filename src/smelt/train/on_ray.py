@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from smelt.errors import ConfigError, ResourceError, SmeltError
+from smelt.errors import ConfigError, ResourceError, SmeltError, install_command
 from smelt.ray_start import join_cluster, restore_signal_handlers, set_ray_environment, start_local_ray
 from smelt.train.trainer import checkpoint
 from smelt.train.trainer.config import TrainConfig
@@ -127,7 +127,7 @@ def _ray_session(address: str | None) -> Iterator[None]:
     try:
         import ray.train.torch
     except ImportError as error:
-        raise ResourceError("Ray is not installed here; `pip install 'smelt[ray]'`.") from error
+        raise ResourceError(f"Ray is not installed here; `{install_command('ray')}`.") from error
     if ray.is_initialized():
         yield
         return

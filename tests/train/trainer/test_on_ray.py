@@ -26,7 +26,7 @@ from smelt.train.trainer.distributed import LostWorkerError
 from smelt.train.trainer.run_folder import RunFolder
 from tests.train.trainer.runs import language, run_command, run_training, write_config
 
-pytest.importorskip("ray", reason="needs Ray Train, which is large: pip install 'smelt[ray]'")
+pytest.importorskip("ray", reason="needs Ray Train, which is large: pip install 'smeltml[ray]'")
 psutil = pytest.importorskip("psutil", reason="shows which processes Ray has started")
 pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="Ray gives each of two workers a processor")
 

@@ -29,7 +29,7 @@ def test_without_ray_the_error_says_what_to_install(tmp_path: Path) -> None:
     arguments = [str(config), "--workers", "2", "--out", str(tmp_path / "run")]
     ((code, stderr),) = run_command(1, arguments, tmp_path, main_without_ray)
     assert code == 2
-    assert stderr == "smelt: Ray is not installed here; `pip install 'smelt[ray]'`.\n"
+    assert stderr == "smelt: Ray is not installed here; `pip install 'smeltml[ray]'`.\n"
     assert not (tmp_path / "run").exists()
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from smelt.errors import ConfigError, ModelError
+from smelt.errors import ConfigError, ModelError, install_command
 from smelt.models.json_file import parse_object, read_object
 
 if TYPE_CHECKING:
@@ -189,4 +189,4 @@ def _require_cryptography() -> None:
     try:
         import cryptography  # noqa: F401
     except ImportError as error:
-        raise ConfigError("signatures need one more package: pip install smelt[signing].") from error
+        raise ConfigError(f"signatures need one more package: {install_command('signing')}.") from error

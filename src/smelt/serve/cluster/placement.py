@@ -6,7 +6,7 @@ import importlib.util
 import os
 from dataclasses import dataclass
 
-from smelt.errors import SmeltError
+from smelt.errors import SmeltError, install_command
 from smelt.serve.server.settings import ServeConfig
 
 
@@ -24,7 +24,7 @@ def resolve_placement(config: ServeConfig) -> Placement:
     """Resolve the user's options. By default replicas on this machine share its cores; in a cluster each gets one."""
     ray_address, device = config.ray_address, config.device
     if importlib.util.find_spec("ray") is None:
-        raise SmeltError("replicas need Ray; `pip install 'smelt[cluster]'`.")
+        raise SmeltError(f"replicas need Ray; `{install_command('cluster')}`.")
     if ray_address.startswith("ray://"):
         raise SmeltError(
             f"{ray_address} is a Ray Client address, which cannot stream answers; run this on a "

@@ -10,7 +10,7 @@ import json
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from smelt.errors import ModelError, RequestError
+from smelt.errors import ModelError, RequestError, install_command
 from smelt.serve.engine.sampling_params import StructuredOutputParams
 
 if TYPE_CHECKING:  # a server imports this file before torch
@@ -25,7 +25,7 @@ PARSER_LIMITS: dict[str, Any] = {
 }
 # A single layout: with flexible whitespace a model could write whitespace forever.
 JSON_LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-INSTALL_HINT = "structured output needs llguidance: pip install 'smelt[serve]'."
+INSTALL_HINT = f"structured output needs llguidance: {install_command('serve')}."
 
 
 class GrammarCompiler:

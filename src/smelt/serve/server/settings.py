@@ -103,7 +103,7 @@ class ServeConfig:
     )
     tensor_parallel_size: int = _option(1, "Devices that the model is sharded over.", minimum=1, maximum=64)
     replicas: int = _option(
-        ServerSettings.replicas, "Engines with a copy of the model each, run by Ray Serve (smelt[cluster]).",
+        ServerSettings.replicas, "Engines with a copy of the model each, run by Ray Serve (the extra cluster).",
         minimum=1, maximum=1024,
     )  # fmt: skip
     ray_address: str = _option("", "A running Ray cluster; by default this machine only.", metavar="ADDRESS")
