@@ -29,7 +29,6 @@ from common import previous_rows, table, write
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-import smelt.cli.compress
 import smelt.compression.recipe.plan
 import smelt.compression.recipe.run
 from smelt.cli.main import main as smelt_main

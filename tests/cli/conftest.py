@@ -166,7 +166,8 @@ class Forked:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(
             [
-                *(f"smelt.cli.{name}" for name in ("compress", "evaluate", "bench", "inspect", "methods", "plan")),
+                *(f"smelt.compression.{name}" for name in ("recipe.run", "recipe.plan", "passport.origin")),
+                "smelt.measure.latency",
                 "tests.cli.conftest",
                 "transformers.models.llama.modeling_llama",
             ]

@@ -290,7 +290,7 @@ def test_an_internal_error_is_one_sentence_too(
     def fail(*_: Any) -> None:
         raise KeyError("oops")
 
-    monkeypatch.setattr("smelt.cli.inspect.skeleton", fail)
+    monkeypatch.setattr("smelt.models.load.skeleton", fail)
     smelt_here("inspect", place / "llama").refused("this is a bug; run again with --debug", code=1)
     with pytest.raises(KeyError, match="oops"):
         smelt_here("inspect", place / "llama", "--debug")
@@ -303,7 +303,7 @@ def test_too_little_memory(error: Exception, place: Place, smelt_here: Smelt, mo
     def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr("smelt.cli.inspect.skeleton", fail)
+    monkeypatch.setattr("smelt.models.load.skeleton", fail)
     smelt_here("inspect", place / "llama").refused("out of memory")
 
 

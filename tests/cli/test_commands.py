@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 import smelt
-from smelt.cli.app import COMMANDS
+from smelt.cli.app import COMMANDS, GROUPS
 from smelt.compression.base import METHODS
 from smelt.measure.cost import block_parameters, count_bytes, count_parameters
 from smelt.models.load import load
@@ -24,7 +25,7 @@ def result(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-WITHOUT_JSON = {"serve", "kv", "migrate", "schema", "sign"}
+WITHOUT_JSON = {"train", "serve", "kv", "migrate", "schema", "sign"}
 
 
 @pytest.mark.parametrize("command", ["kv profile", *sorted(set(COMMANDS) - WITHOUT_JSON)])
@@ -41,9 +42,56 @@ def test_without_a_command_the_commands_are_listed(arguments: list[str], smelt_h
     assert all(command in done.out for command in COMMANDS)
 
 
-def test_help_does_not_wait_for_torch() -> None:
-    code = "import sys; from smelt.cli.main import _call; _call(['--help']); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+def test_no_help_imports_torch() -> None:
+    """One process for all of them; whatever a command imports for its options stays in `sys.modules`."""
+    code = """
+import sys
+from smelt.cli.main import _call
+for command in sys.argv[1:]:
+    assert _call([*command.split(), "--help"]) == 0
+    heavy = {"torch", "transformers", "scipy", "numpy", "fastapi", "pyarrow"} & sys.modules.keys()
+    assert not heavy, f"smelt {command} --help imports {heavy}"
+"""
+    command = [sys.executable, "-c", code, "", "kv profile", *COMMANDS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_lists_commands_in_groups_and_options_in_panels(smelt_here: Smelt) -> None:
+    text = smelt_here("--help").out
+    places = [text.index(f"─ {group} ─") for group in GROUPS]
+    assert places == sorted(places)
+    compress = smelt_here("compress", "-h").out
+    assert all(f"─ {panel} ─" in compress for panel in ("Method", "Data and quality", "Speed", "Run and output"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["comprss"], "there is no command 'comprss'; did you mean 'compress'?"),
+        (["bench", "x", "--agianst", "y"], "smelt bench has no option '--agianst'; did you mean '--against'?"),
+        (["compress", "x", "-o", "y", "--method", "gptk"], "there is no method 'gptk'; did you mean 'gptq'?"),
+        (["inspect", "smolm2-135m"], "did you mean smollm2-135m? Otherwise give"),
+        (["kv", "profil"], "No such command 'profil'"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(arguments: list[str], words: str, smelt_here: Smelt) -> None:
+    smelt_here(*arguments).refused(words)
+
+
+def test_an_unknown_folder_is_answered_with_its_neighbor(place: Place, smelt_here: Smelt) -> None:
+    smelt_here("inspect", place / "lama").refused(f"did you mean {place / 'llama'}?")
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [("smelt comp", "compress"), ("smelt compress --max-d", "--max-drop"), ("smelt kv ", "profile")],
+)
+def test_the_shell_completes_commands_and_options(typed: str, expected: str) -> None:
+    asked = {"_SMELT_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    command = [sys.executable, "-m", "smelt.cli.main"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **asked})
+    assert done.stdout.split() == [expected], done
 
 
 def test_a_closed_output_pipe_is_not_an_error() -> None:
@@ -52,8 +100,9 @@ def test_a_closed_output_pipe_is_not_an_error() -> None:
     assert (done.returncode, done.stderr) == (0, "") and done.stdout
 
 
-def test_the_version(smelt_here: Smelt) -> None:
-    assert smelt_here("--version").out.strip() == smelt.__version__
+@pytest.mark.parametrize("flag", ["-V", "--version"])
+def test_the_version(flag: str, smelt_here: Smelt) -> None:
+    assert smelt_here(flag).out.strip() == smelt.__version__
 
 
 def test_as_a_separate_process() -> None:

@@ -1,4 +1,4 @@
-"""`smelt link`: between real ranks under torchrun, and one sentence without peers."""
+"""`smelt link`: between real ranks, started by itself or by torchrun."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ import pytest
 
 from tests.cli.conftest import Smelt
 
+WORKERS = [sys.executable]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
-def test_under_torchrun_it_measures_and_writes_the_shown_numbers(tmp_path: Path) -> None:
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+@pytest.mark.parametrize(
+    "start", [pytest.param(WORKERS, id="workers"), pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow)]
+)
+def test_it_measures_and_writes_the_shown_numbers(start: list[str], tmp_path: Path) -> None:
     options = ["--parameters", "1e5", "--density", "0.01", "--backward-ms", "2", "--methods", "bf16,micro"]
     call = [*start, "-m", "smelt.cli.main", "link", *options, "--json", str(tmp_path / "link.json")]
     done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=120)
@@ -48,7 +53,7 @@ def test_methods_are_measured_between_nodes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "start it with `torchrun --nproc-per-node 2 -m smelt.cli.main link`"),
+        (["--workers", "1"], "give --workers 2 or more, or start it with torchrun"),
         (["--parameters", "0"], "--parameters is 0"),
         (["--density", "2"], "density is 2"),
         (["--methods", "zip"], "no gradient compressor 'zip'"),

@@ -53,7 +53,7 @@ def test_under_torchrun_it_plans_shards_and_measures(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "start it with `torchrun --nproc-per-node 2 -m smelt.cli.main shard-plan CONFIG`"),
+        (["--workers", "1"], "give --workers 2 or more, or start it with torchrun"),
         (["--seed", "-1"], "seed"),
     ],
 )

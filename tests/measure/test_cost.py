@@ -10,7 +10,6 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file
 
-from smelt.cli.inspect import describe
 from smelt.compression.base import MethodContext
 from smelt.compression.quantization.rilq import Rilq
 from smelt.compression.quantization.rtn import RoundToNearest
@@ -26,6 +25,7 @@ from smelt.measure.cost import (
     unit_costs,
     unit_parameters,
 )
+from smelt.measure.structure import describe_structure
 from smelt.models.anatomy import anatomy_of
 from smelt.models.artifact import save_artifact
 from smelt.models.experts import split_experts
@@ -119,7 +119,7 @@ def test_low_rank_factors_are_counted(name: str, tmp_path: Path) -> None:
     plain, model = with_factors(BUILDS[name])
     layers = quantized_layers(model.network).values()
     added = RANK * sum(layer.in_features + layer.out_features for layer in layers)
-    before, after = (describe(variant.anatomy, 7) for variant in (plain, model))
+    before, after = (describe_structure(variant.anatomy, 7) for variant in (plain, model))
     assert after["parameters"] - before["parameters"] == added
     assert after["block_parameters"] - before["block_parameters"] == added
     assert after["bytes"] - before["bytes"] == 4 * added
@@ -127,7 +127,7 @@ def test_low_rank_factors_are_counted(name: str, tmp_path: Path) -> None:
     assert sum(block["macs"] for block in after["blocks"]) == after["macs"]
     assert sum(block["parameters"] for block in after["blocks"]) == after["block_parameters"]
     save_artifact(model, tmp_path)
-    assert describe(anatomy_of(skeleton(tmp_path)), 7) == after
+    assert describe_structure(anatomy_of(skeleton(tmp_path)), 7) == after
     tensors = load_file(tmp_path / "model.safetensors").values()
     assert count_bytes(model.network) == sum(tensor.nbytes for tensor in tensors)
 

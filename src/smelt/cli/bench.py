@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,19 +20,11 @@ from smelt.cli.output import (
     table,
     write_json,
 )
-from smelt.measure.latency import Latency, compare_latency, decode_latency, latency
-from smelt.measure.machine import machine
-from smelt.measure.memory import PeakMemory
-from smelt.models.load import load
 from smelt.report.numbers import count, per_second, size
-from smelt.serve.engine.throughput import (
-    RequestWorkload,
-    Throughput,
-    compare_throughput,
-    explain_slowdown,
-    measure_throughput,
-    parse_workload,
-)
+
+if TYPE_CHECKING:
+    from smelt.measure.latency import Latency
+    from smelt.serve.engine.throughput import RequestWorkload, Throughput
 
 AgainstOption = Annotated[
     str | None, typer.Option("--against", metavar="BASE", help="Compare with this model, timed alternately.")
@@ -57,6 +49,11 @@ def run(
     if engine:
         _bench_engine(model, against, workload, seconds, device, json_file, seed)
         return
+    from smelt.measure.latency import compare_latency, decode_latency, latency
+    from smelt.measure.machine import machine
+    from smelt.measure.memory import PeakMemory
+    from smelt.models.load import load
+
     with PeakMemory() as memory:
         loaded = load(model, device=device)
         timings = {"forward": latency(loaded, batch=batch_size, length=seq_len, repeats=repeats, seed=seed)}
@@ -106,6 +103,9 @@ def _show(model: str, timings: dict[str, Latency]) -> None:
 def _bench_engine(
     model: str, against: str | None, workload: str, seconds: float, device: str, json_file: Path | None, seed: int
 ) -> None:
+    from smelt.measure.machine import machine
+    from smelt.serve.engine.throughput import compare_throughput, explain_slowdown, parse_workload
+
     lengths = parse_workload(workload)
     new = _measure(model, lengths, None, seconds, device, seed)
     content: dict[str, Any] = {"model": model, "engine": new.to_json(), "machine": machine()}
@@ -128,6 +128,8 @@ def _bench_engine(
 def _measure(
     source: str, workload: RequestWorkload, streams: tuple[int, ...] | None, seconds: float, device: str, seed: int
 ) -> Throughput:
+    from smelt.serve.engine.throughput import measure_throughput
+
     say(f"loading {source} into an engine")
     result = measure_throughput(source, workload, device=device, seconds=seconds, seed=seed, streams=streams, say=say)
     gc.collect()  # an engine and its captured graphs refer to each other

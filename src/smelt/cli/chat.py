@@ -7,15 +7,15 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from smelt.cli.output import DeviceOption, JsonOption, ModelArgument, SeedOption, say, write_json
 from smelt.errors import RequestError
-from smelt.serve.chat import Conversation
-from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from smelt.serve.chat import Conversation
 
 HELP = "Ctrl-C stops an answer, Ctrl-D ends; /reset clears the conversation, /system TEXT sets the system prompt."
 
@@ -30,6 +30,10 @@ def run(
     json_file: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
+    from smelt.serve.chat import Conversation
+    from smelt.serve.engine.engine import Engine
+    from smelt.serve.engine.sampling_params import SamplingParams
+
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     conversation = Conversation(
         Engine(model, device=device, max_model_len=max_model_len, max_num_seqs=2), sampling, system

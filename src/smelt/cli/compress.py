@@ -7,7 +7,18 @@ from typing import Annotated
 
 import typer
 
-from smelt.cli.output import DeviceOption, JsonOption, ModelArgument, WorkloadOption, console, say, write_json
+from smelt.cli.output import (
+    DATA,
+    RUN,
+    SPEED,
+    DeviceOption,
+    JsonOption,
+    ModelArgument,
+    WorkloadOption,
+    console,
+    say,
+    write_json,
+)
 from smelt.cli.recipes import (
     BitsOption,
     GroupSizeOption,
@@ -18,14 +29,18 @@ from smelt.cli.recipes import (
     method_settings,
     read_recipe,
 )
-from smelt.compression.recipe.run import compress
 from smelt.progress import progress_bars
 from smelt.report.terminal import sample_lines, summary_table
 
-OutOption = Annotated[Path, typer.Option("-o", "--out", help="Output folder; it must not exist yet.")]
-DataOption = Annotated[str | None, typer.Option("--data", help="Calibration data: a file, a hub id, or default.")]
+OutOption = Annotated[
+    Path, typer.Option("-o", "--out", help="Output folder; it must not exist yet.", rich_help_panel=RUN)
+]
+DataOption = Annotated[
+    str | None, typer.Option("--data", help="Calibration data: a file, a hub id, or default.", rich_help_panel=DATA)
+]
 EvalOption = Annotated[
-    str | None, typer.Option("--eval-data", help="Data on which the model before and after is compared.")
+    str | None,
+    typer.Option("--eval-data", help="Data on which the model before and after is compared.", rich_help_panel=DATA),
 ]
 MaxDropOption = Annotated[
     str | None,
@@ -33,6 +48,7 @@ MaxDropOption = Annotated[
         "--max-drop",
         metavar="1pt|1%",
         help="Exit with 3 and write no model unless the result is worse by less than this, with 95 % confidence.",
+        rich_help_panel=DATA,
     ),
 ]
 GuardOption = Annotated[
@@ -41,20 +57,32 @@ GuardOption = Annotated[
         "--guard",
         metavar="speed[:FORMAT,...]",
         help="Layers that would be slower on this device and workload get one of these formats, or stay unquantized.",
+        rich_help_panel=SPEED,
     ),
 ]
-ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.", rich_help_panel=RUN)]
 PromptOption = Annotated[
-    list[str] | None, typer.Option("--prompt", help="Complete this prompt with the model before and after.")
+    list[str] | None,
+    typer.Option("--prompt", help="Complete this prompt with the model before and after.", rich_help_panel=DATA),
 ]
-SpeedOption = Annotated[bool, typer.Option("--speed/--no-speed", help="Measure the speed of both models.")]
+SpeedOption = Annotated[
+    bool, typer.Option("--speed/--no-speed", help="Measure the speed of both models.", rich_help_panel=SPEED)
+]
 
 OffloadOption = Annotated[
-    bool, typer.Option("--offload", help="Keep the model in host memory; bring its blocks to the device one at a time.")
+    bool,
+    typer.Option(
+        "--offload",
+        help="Keep the model in host memory; bring its blocks to the device one at a time.",
+        rich_help_panel=RUN,
+    ),
 ]
 
 SignKeyOption = Annotated[
-    Path | None, typer.Option("--sign-key", help="Sign the result with this private key (PEM, elliptic curve).")
+    Path | None,
+    typer.Option(
+        "--sign-key", help="Sign the result with this private key (PEM, elliptic curve).", rich_help_panel=RUN
+    ),
 ]
 
 
@@ -74,13 +102,17 @@ def run(
     prompt: PromptOption = None,
     speed: SpeedOption = True,
     workload: WorkloadOption = "chat",
-    speed_seconds: Annotated[float, typer.Option(min=1, help="Limit of the timing per model.")] = 60,
+    speed_seconds: Annotated[
+        float, typer.Option(min=1, help="Limit of the timing per model.", rich_help_panel=SPEED)
+    ] = 60,
     device: DeviceOption = "auto",
     offload: OffloadOption = False,
     sign_key: SignKeyOption = None,
     json_file: JsonOption = None,
     seed: SeedOverride = None,
 ) -> None:
+    from smelt.compression.recipe.run import compress
+
     settings = method_settings(bits, group_size, parameters)
     read = read_recipe(
         recipe, method=method, settings=settings, data=data, evaluation=eval_data, max_drop=max_drop, guard=guard,

@@ -41,6 +41,7 @@ def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
         metavar=metadata.get("metavar"),
         min=metadata.get("minimum"),
         max=metadata.get("maximum"),
+        rich_help_panel=metadata.get("panel"),
         callback=_choice_check(name, choices) if choices else None,
     )
     default = list(field.default) if isinstance(field.default, tuple) else field.default

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,7 +17,7 @@ from smelt.cli.harness import (
     run_harness,
 )
 from smelt.cli.junit import GateCase, JunitOption, write_junit
-from smelt.cli.output import DeviceOption, JsonOption, ModelArgument, SeedOption, console, table, write_json
+from smelt.cli.output import DATA, DeviceOption, JsonOption, ModelArgument, SeedOption, console, table, write_json
 from smelt.cli.robustness import (
     BerOption,
     ReportOption,
@@ -27,27 +27,34 @@ from smelt.cli.robustness import (
     robustness_run,
     show_robustness,
 )
-from smelt.compression.passport.origin import calibration_warning
-from smelt.data import TextData, load_data
 from smelt.errors import ConfigError
-from smelt.measure.divergence import logit_divergence
-from smelt.measure.eval_result import EvalResult, meets_threshold
-from smelt.measure.evaluate import Data, expected_metric, measure_quality
-from smelt.measure.gate import Margins, gate, parse_margins
-from smelt.measure.multiple_choice import check_normalization
-from smelt.measure.paired import compare
-from smelt.models.load import load
-from smelt.models.model import Model
 from smelt.progress import Progress, progress_bars
 from smelt.report.numbers import metric as format_metric
 
+if TYPE_CHECKING:
+    from smelt.measure.eval_result import EvalResult
+    from smelt.measure.evaluate import Data
+    from smelt.measure.gate import Margins
+    from smelt.models.model import Model
+
+    Result = tuple[EvalResult, dict[str, Any], list[str]]
+
+GATE = "Comparison and gate"
+
 DataOption = Annotated[
     list[str] | None,
-    typer.Option("--data", help="A file, a hub id, or default; may be repeated, then all must pass."),
+    typer.Option(
+        "--data", help="A file, a hub id, or default; may be repeated, then all must pass.", rich_help_panel=DATA
+    ),
 ]
 AgainstOption = Annotated[
     str | None,
-    typer.Option("--against", metavar="BASE", help="Compare with this model; exit with 3 if MODEL is worse."),
+    typer.Option(
+        "--against",
+        metavar="BASE",
+        help="Compare with this model; exit with 3 if MODEL is worse.",
+        rich_help_panel=GATE,
+    ),
 ]
 MaxDropOption = Annotated[
     list[str] | None,
@@ -56,18 +63,27 @@ MaxDropOption = Annotated[
         metavar="[METRIC=]1pt|1%",
         help="Exit with 3 unless MODEL is worse than BASE by less than this, with 95 % confidence: points (1pt), "
         "for perplexity percent (1%). May be repeated.",
+        rich_help_panel=GATE,
     ),
 ]
-MinOption = Annotated[float | None, typer.Option("--min", help="Exit with 3 if the value is below this.")]
-MaxOption = Annotated[float | None, typer.Option("--max", help="Exit with 3 if the value is above this.")]
+MinOption = Annotated[
+    float | None, typer.Option("--min", help="Exit with 3 if the value is below this.", rich_help_panel=GATE)
+]
+MaxOption = Annotated[
+    float | None, typer.Option("--max", help="Exit with 3 if the value is above this.", rich_help_panel=GATE)
+]
 KvOption = Annotated[
     str | None, typer.Option("--kv-cache-dtype", help="Evaluate MODEL with this KV cache format; none: unquantized.")
 ]
 NormalizeOption = Annotated[
-    str | None, typer.Option("--normalize", help="For multiple choice: none (default), characters, bytes or tokens.")
+    str | None,
+    typer.Option(
+        "--normalize", help="For multiple choice: none (default), characters, bytes or tokens.", rich_help_panel=DATA
+    ),
 ]
 LimitOption = Annotated[
-    int | None, typer.Option("--limit", min=1, help="Use at most this many tokens of text, or rows.")
+    int | None,
+    typer.Option("--limit", min=1, help="Use at most this many tokens of text, or rows.", rich_help_panel=DATA),
 ]
 
 
@@ -78,13 +94,16 @@ def run(
     max_drop: MaxDropOption = None,
     minimum: MinOption = None,
     maximum: MaxOption = None,
-    metric: Annotated[str | None, typer.Option(help="accuracy, f1, matthews, spearman, pearson.")] = None,
-    text: Annotated[str | None, typer.Option(help="Column with the text.")] = None,
-    pair: Annotated[str | None, typer.Option(help="Column with the second text.")] = None,
-    label: Annotated[str | None, typer.Option(help="Column with the label.")] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="accuracy, f1, matthews, spearman, pearson.", rich_help_panel=DATA)
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="Column with the text.", rich_help_panel=DATA)] = None,
+    pair: Annotated[str | None, typer.Option(help="Column with the second text.", rich_help_panel=DATA)] = None,
+    label: Annotated[str | None, typer.Option(help="Column with the label.", rich_help_panel=DATA)] = None,
     normalize: NormalizeOption = None,
     context: Annotated[
-        int | None, typer.Option(min=2, help="Tokens per window, for perplexity.", show_default="1024")
+        int | None,
+        typer.Option(min=2, help="Tokens per window, for perplexity.", show_default="1024", rich_help_panel=DATA),
     ] = None,
     limit: LimitOption = None,
     kv: KvOption = None,
@@ -104,6 +123,12 @@ def run(
     num_fewshot: FewshotOption = None,
     allow_task_code: TaskCodeOption = False,
 ) -> None:
+    from smelt.compression.passport.origin import calibration_warning
+    from smelt.data import load_data
+    from smelt.measure.evaluate import measure_quality
+    from smelt.measure.multiple_choice import check_normalization
+    from smelt.models.load import load
+
     faults = robustness_run(robustness, ber, seeds, trigger, report)
     if harness:
         options = HarnessOptions(
@@ -163,6 +188,9 @@ def _checked_margins(
     max_drop: list[str] | None, against: str | None, sources: list[Data], metric: str | None
 ) -> Margins | None:
     """Return the margins of the gate after checking that each data set has one, before the models are loaded."""
+    from smelt.measure.evaluate import expected_metric
+    from smelt.measure.gate import parse_margins
+
     if not max_drop:
         return None
     if against is None:
@@ -171,9 +199,6 @@ def _checked_margins(
     for loaded in sources:
         margins.of(expected_metric(loaded, metric))
     return margins
-
-
-Result = tuple[EvalResult, dict[str, Any], list[str]]
 
 
 def _finish(model: str, results: list[Result], json_file: Path | None, junit_file: Path | None) -> None:
@@ -204,6 +229,8 @@ def _case(quality: EvalResult, content: dict[str, Any], failures: list[str]) -> 
 
 def _failures(quality: EvalResult, minimum: float | None, maximum: float | None, content: dict[str, Any]) -> list[str]:
     """List the conditions of the gate that the model does not meet."""
+    from smelt.measure.eval_result import meets_threshold
+
     failures = []
     if not meets_threshold(quality, minimum, maximum):
         bound = f"below the minimum {minimum:g}" if minimum is not None else f"above the maximum {maximum:g}"
@@ -220,6 +247,12 @@ def _compare_with(
     base_name: str, base: Model, new: Model, quality: EvalResult, data: Data, settings: dict[str, Any], seed: int,
     progress: Progress, kv: str | None, margins: Margins | None,
 ) -> dict[str, Any]:  # fmt: skip
+    from smelt.data import TextData
+    from smelt.measure.divergence import logit_divergence
+    from smelt.measure.evaluate import measure_quality
+    from smelt.measure.gate import gate
+    from smelt.measure.paired import compare
+
     base_quality = measure_quality(base, data, **settings, progress=progress)
     base_quality.check_finite(base_name)
     comparison = compare(quality, base_quality, seed=seed)

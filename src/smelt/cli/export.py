@@ -8,10 +8,9 @@ from typing import Annotated
 import typer
 
 from smelt.cli.output import JsonOption, ModelArgument, SeedOption, console, write_json
-from smelt.export import EXPORTS, export
 from smelt.report.numbers import size
 
-ToOption = Annotated[str, typer.Option("--to", metavar="FORMAT", help=f"One of {', '.join(EXPORTS)}.")]
+ToOption = Annotated[str, typer.Option("--to", metavar="FORMAT", help="compressed-tensors, gguf or onnx.")]
 OutOption = Annotated[
     Path, typer.Option("-o", "--out", help="Output folder, or a .gguf file for gguf; it must not exist yet.")
 ]
@@ -35,6 +34,8 @@ def run(
     json_file: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
+    from smelt.export import export
+
     result = export(model, to, out, type=type_, tokenizer=tokenizer)
     summary = ", ".join(f"{count} {dtype}" for dtype, count in result["tensors"].items())
     console.print(f"{to}: {summary}; {size(result['bytes'])} in {len(result['files'])} files", soft_wrap=True)

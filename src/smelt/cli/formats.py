@@ -6,16 +6,7 @@ import re
 from itertools import pairwise
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from smelt.cli.output import JsonOption, SeedOption, console, table, write_json
-from smelt.numerics import FORMATS, Format, get_format
-from smelt.numerics.error import signal_to_noise
-from smelt.numerics.format import PER_ROW, PER_TENSOR
-from smelt.numerics.integer import DenormalInteger, Integer
-from smelt.numerics.scaled import Scaled, SignedScales
-from smelt.numerics.scales import FLOAT_SCALES, POWER_OF_TWO_SCALES
 
 ROWS, COLUMNS = 48, 4096  # shape of the normal sample; bits are counted for a square matrix with this many columns
 SHOWN = ("", "-asym", "-wide", "-sym")  # suffixes of the 4-bit integers shown; the other widths have their own table
@@ -23,56 +14,17 @@ EXAMPLE = "int4-asym/128@float16"
 
 
 def run(json_file: JsonOption = None, seed: SeedOption = 0) -> None:
+    import torch
+
+    from smelt.numerics import FORMATS
+    from smelt.numerics.describe import describe_format
+
     x = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed))
-    descriptions = {name: describe(name, x) for name in FORMATS}
+    descriptions = {name: describe_format(name, x) for name in FORMATS}
     _show_formats(descriptions)
     _show_widths(descriptions)
-    _show_notes(describe(EXAMPLE, x))
+    _show_notes(describe_format(EXAMPLE, x))
     write_json(json_file, list(descriptions.values()))
-
-
-def describe(name: str, x: Tensor) -> dict[str, Any]:
-    """Describe a format, with its signal-to-noise ratio on a sample [rows, columns]."""
-    number_format = get_format(name)
-    return {
-        "name": name,
-        "bits": number_format.bits,
-        "bits_per_value": number_format.bits_per_value(COLUMNS, COLUMNS),
-        "grid": grid_words(number_format),
-        "scale": f"2 {number_format.scale_dtype}"
-        if isinstance(number_format, SignedScales)
-        else number_format.scale_dtype,
-        "group": {PER_ROW: "row", PER_TENSOR: "tensor"}.get(number_format.group_size, number_format.group_size),
-        "signal_to_noise": signal_to_noise(x, number_format.fake_quantize(x)),
-    }
-
-
-def grid_words(number_format: Format) -> str:
-    """Describe the grid values that are multiplied by the scale."""
-    if isinstance(number_format, Integer):
-        return _integer_words(number_format)
-    assert isinstance(number_format, Scaled)
-    elements = number_format.elements
-    if elements.name == "e2m1":
-        return "±0 .5 1 1.5 2 3 4 6"
-    if re.fullmatch(r"e\dm\d", elements.name):
-        return f"{elements.name.upper()}, to ±{elements.max_value:g}"
-    if elements.name.startswith("nf"):
-        return f"{len(elements.values)} normal quantiles"
-    if elements.name.startswith("int"):
-        parts = 2 ** (elements.bits - 2)
-        return f"-{2 * parts - 1}/{parts} .. {2 * parts - 1}/{parts}"
-    return "-1, 0, 1"
-
-
-def _integer_words(number_format: Integer) -> str:
-    if isinstance(number_format, DenormalInteger):
-        half = number_format.num_steps // 2
-        return f"-{half} .. {half}, ±½" if number_format.symmetric else f"0 .. {number_format.num_steps} - zero, ±½"
-    if number_format.symmetric:
-        half = number_format.qmax // 2
-        return f"-{half + 1} .. {half}"
-    return f"0 .. {number_format.qmax} - zero"
 
 
 def _show_formats(descriptions: dict[str, dict[str, Any]]) -> None:
@@ -119,6 +71,8 @@ def _section(name: str) -> str | None:
 
 
 def _show_notes(example: dict[str, Any]) -> None:
+    from smelt.numerics.scales import FLOAT_SCALES, POWER_OF_TWO_SCALES
+
     console.print(
         f"stored: bits per value including scales, for {COLUMNS} columns. dB: signal-to-noise ratio on "
         f"{ROWS} x {COLUMNS} normal values, measured now. group: values that share a scale.\n"

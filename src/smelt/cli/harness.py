@@ -4,32 +4,47 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from smelt.cli.junit import GateCase, write_junit
 from smelt.cli.output import console, table, write_json
 from smelt.errors import ConfigError
-from smelt.harness.run import HarnessResult, TaskComparison, compare_tasks, evaluate_tasks
-from smelt.harness.task_files import check_installed, check_task_folder
-from smelt.measure.gate import parse_margins
-from smelt.models.load import load
 from smelt.progress import progress_bars
 from smelt.report.numbers import metric as format_metric
 
+if TYPE_CHECKING:
+    from smelt.harness.run import HarnessResult, TaskComparison
+
+HARNESS = "Tasks of lm-eval"
+
 HarnessOption = Annotated[
-    bool, typer.Option("--harness", help="Run --tasks with lm-eval, offline (needs the extra harness).")
+    bool,
+    typer.Option(
+        "--harness", help="Run --tasks with lm-eval, offline (needs the extra harness).", rich_help_panel=HARNESS
+    ),
 ]
-TasksOption = Annotated[str | None, typer.Option("--tasks", help="Tasks of lm-eval, separated by commas.")]
+TasksOption = Annotated[
+    str | None, typer.Option("--tasks", help="Tasks of lm-eval, separated by commas.", rich_help_panel=HARNESS)
+]
 TasksPathOption = Annotated[
-    Path | None, typer.Option("--tasks-path", metavar="DIR", help="A folder of task files for --tasks.")
+    Path | None,
+    typer.Option("--tasks-path", metavar="DIR", help="A folder of task files for --tasks.", rich_help_panel=HARNESS),
 ]
 FewshotOption = Annotated[
-    int | None, typer.Option("--num-fewshot", min=0, help="Examples in the prompt of each task of --tasks.")
+    int | None,
+    typer.Option(
+        "--num-fewshot", min=0, help="Examples in the prompt of each task of --tasks.", rich_help_panel=HARNESS
+    ),
 ]
 TaskCodeOption = Annotated[
-    bool, typer.Option("--allow-task-code", help="Run the Python code that task files name; only if you trust it.")
+    bool,
+    typer.Option(
+        "--allow-task-code",
+        help="Run the Python code that task files name; only if you trust it.",
+        rich_help_panel=HARNESS,
+    ),
 ]
 
 
@@ -71,6 +86,11 @@ def run_harness(
     junit_file: Path | None = None,
 ) -> None:  # fmt: skip
     """Evaluate the tasks, compare with a base model if there is one, print and write the results."""
+    from smelt.harness.run import compare_tasks, evaluate_tasks
+    from smelt.harness.task_files import check_installed, check_task_folder
+    from smelt.measure.gate import parse_margins
+    from smelt.models.load import load
+
     names = options.names
     if options.max_drop and against is None:
         raise ConfigError("--max-drop is the drop below a base model; name it with --against BASE.")

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import typer
 
+from smelt.cli.output import RUN
 from smelt.errors import SmeltError
 from smelt.files import check_writable, write_atomically
 
@@ -40,7 +41,12 @@ def _junit_path(path: Path | None) -> Path | None:
 
 JunitOption = Annotated[
     Path | None,
-    typer.Option("--junit", callback=_junit_path, help="Also write the verdicts to this file as JUnit XML, for CI."),
+    typer.Option(
+        "--junit",
+        callback=_junit_path,
+        help="Also write the verdicts to this file as JUnit XML, for CI.",
+        rich_help_panel=RUN,
+    ),
 ]
 
 

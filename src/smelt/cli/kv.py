@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from smelt.cli.output import DeviceOption, JsonOption, ModelArgument, SeedOption, console, say, table, write_json
-from smelt.data import load_text
-from smelt.kvcache.eviction.budget import check_keep
-from smelt.kvcache.eviction.budgets import make_budget_rule
-from smelt.kvcache.eviction.clusters import cluster_heads, sharing_overhead
-from smelt.kvcache.eviction.prefill import check_evictable, find_kv_shape
-from smelt.kvcache.eviction.profile import EvictionProfile, rank_stability
-from smelt.kvcache.eviction.profiling import measure_kept_ratios, sample_prompts
-from smelt.kvcache.eviction.scorers import SCORERS, make_scorer
-from smelt.models.load import load
 from smelt.progress import progress_bars
+
+if TYPE_CHECKING:
+    from smelt.kvcache.eviction.profile import EvictionProfile
 
 app = typer.Typer(help="Profile the KV cache of a model.", pretty_exceptions_enable=False)
 
 DataOption = Annotated[str, typer.Option("--data", help="Long texts: a file, a hub id, or default.")]
 KeepOption = Annotated[float, typer.Option("--keep", help="Ratio of the KV cache to retain overall.")]
-ScorerOption = Annotated[str, typer.Option("--scorer", help=f"Scorer of the tokens: {', '.join(SCORERS)}.")]
+ScorerOption = Annotated[str, typer.Option("--scorer", help="Scorer of the tokens (docs/kv-cache.md).")]
 GroupOption = Annotated[int, typer.Option("--heads", min=1, help="Heads per cluster that share pages, at most.")]
 OutOption = Annotated[Path, typer.Option("-o", "--out", help="Write the profile to this file.")]
 
@@ -48,6 +42,15 @@ def profile(
     seed: SeedOption = 0,
 ) -> None:
     """Measure a KV cache budget per layer and head over sample prompts, for `smelt serve --kv-profile`."""
+    from smelt.data import load_text
+    from smelt.kvcache.eviction.budget import check_keep
+    from smelt.kvcache.eviction.budgets import make_budget_rule
+    from smelt.kvcache.eviction.prefill import check_evictable, find_kv_shape
+    from smelt.kvcache.eviction.profile import EvictionProfile
+    from smelt.kvcache.eviction.profiling import measure_kept_ratios, sample_prompts
+    from smelt.kvcache.eviction.scorers import make_scorer
+    from smelt.models.load import load
+
     check_keep(keep)
     token_scorer = make_scorer(scorer)
     text = load_text(data)
@@ -69,6 +72,9 @@ def profile(
 
 def describe(profiled: EvictionProfile, ratios: Any) -> dict[str, Any]:
     """Summarize a profile for the JSON output."""
+    from smelt.kvcache.eviction.clusters import cluster_heads, sharing_overhead
+    from smelt.kvcache.eviction.profile import rank_stability
+
     budgets = profiled.budgets
     assert profiled.clusters is not None
     heads = profiled.clusters.size

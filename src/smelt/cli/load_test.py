@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from smelt.cli.output import JsonOption, SeedOption, console, say, table, write_json
 from smelt.errors import SmeltError
 from smelt.files import check_writable
-from smelt.loadtest.generator import LoadTest, LoadTestResult, load_test
-from smelt.loadtest.prompts import LengthRange
-from smelt.loadtest.summary import parse_limits, series, timelines_to_json
-from smelt.measure.machine import machine
 from smelt.progress import progress_bars
 from smelt.report.load_test import latency_rows, render_load, throughput_rows
 from smelt.report.page import write_page
+
+if TYPE_CHECKING:
+    from smelt.loadtest.generator import LoadTestResult
 
 _MAX_KEY_LENGTH = 4096
 
@@ -52,6 +51,11 @@ def run(
     json_file: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
+    from smelt.loadtest.generator import LoadTest, load_test
+    from smelt.loadtest.prompts import LengthRange
+    from smelt.loadtest.summary import parse_limits, series, timelines_to_json
+    from smelt.measure.machine import machine
+
     if report is not None:
         check_writable(report)
     test = LoadTest(

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from smelt.errors import SmeltError, is_panic
 
 DEBUG = "--debug"
+COMPLETE = "_SMELT_COMPLETE"  # set by the completion function that `smelt --install-completion` gives the shell
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 STOPPED = "stopped; finished work is kept, and `smelt compress --resume` continues from there."
 NO_MEMORY = "out of memory; use fewer or shorter samples, or set memory_limit in the recipe."
@@ -24,8 +25,12 @@ def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit; `--debug` may appear anywhere among the arguments."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     warnings.showwarning = _show_warning  # type: ignore[assignment]
+    if COMPLETE in os.environ:
+        from smelt.cli.app import complete
+
+        complete()
     if DEBUG in arguments:
-        sys.exit(_call([argument for argument in arguments if argument != DEBUG]))
+        sys.exit(_call([argument for argument in arguments if argument != DEBUG], debug=True))
     try:
         code = _call(arguments)
     except SmeltError as error:
@@ -50,13 +55,13 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _call(arguments: list[str]) -> int:
+def _call(arguments: list[str], *, debug: bool = False) -> int:
     with _exit_on_interrupt():
         from smelt.cli.app import call, program, with_new_flags
 
         arguments = with_new_flags(arguments)
         command = program(arguments)
-    return call(command, arguments)
+    return call(command, arguments, debug=debug)
 
 
 @contextmanager

@@ -8,12 +8,10 @@ from typing import Annotated
 import typer
 
 from smelt.cli.output import console
-from smelt.compression.recipe.recipe import Recipe
 from smelt.config import migrate_text
 from smelt.errors import ConfigError
 from smelt.files import write_atomically
 from smelt.strict_yaml import load_yaml, read_yaml
-from smelt.train.trainer.config import TrainConfig
 
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A recipe or a training configuration, in YAML.")]
 OutOption = Annotated[Path | None, typer.Option("-o", "--out", help="Write here instead of replacing FILE.")]
@@ -21,6 +19,9 @@ CheckOption = Annotated[bool, typer.Option("--check", help="Write nothing; exit 
 
 
 def run(file: FileArgument, out: OutOption = None, check: CheckOption = False) -> None:
+    from smelt.compression.recipe.recipe import Recipe
+    from smelt.train.trainer.config import TrainConfig
+
     content = read_yaml(file, "recipe or configuration")
     if not isinstance(content, dict) or not {"steps", "model"} & content.keys():
         raise ConfigError(f"{file} is neither a recipe (with `steps`) nor a training configuration (with a `model`).")

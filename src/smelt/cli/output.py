@@ -32,15 +32,24 @@ def check_device(name: str) -> str:
     return resolve_device(name)
 
 
+# Panels of options in the help of several commands.
+METHOD, DATA, SPEED, RUN = "Method", "Data and quality", "Speed", "Run and output"
+
 JsonOption = Annotated[
-    Path | None, typer.Option("--json", callback=_json_path, help="Also write the result to this file as JSON.")
+    Path | None,
+    typer.Option(
+        "--json", callback=_json_path, help="Also write the result to this file as JSON.", rich_help_panel=RUN
+    ),
 ]
-SeedOption = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Random seed.")]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Random seed.", rich_help_panel=RUN)]
 DEVICE_HELP = "Where to run: auto (a GPU if there is one), cpu or cuda."
-DeviceOption = Annotated[str, typer.Option("--device", callback=check_device, help=DEVICE_HELP)]
+DeviceOption = Annotated[str, typer.Option("--device", callback=check_device, help=DEVICE_HELP, rich_help_panel=RUN)]
 WorkloadOption = Annotated[
     str,
-    typer.Option(help="Of the engine: chat (512 tokens in, 256 out), long (16384, 512), batch (256, 256) or a trace."),
+    typer.Option(
+        help="Of the engine: chat (512 tokens in, 256 out), long (16384, 512), batch (256, 256) or a trace.",
+        rich_help_panel=SPEED,
+    ),
 ]
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A bundled name, a folder, a .gguf file or a hub id.")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from smelt.cli.output import JsonOption, ModelArgument, console, table, write_json
+from smelt.cli.output import RUN, JsonOption, ModelArgument, console, table, write_json
 from smelt.cli.recipes import (
     BitsOption,
     GroupSizeOption,
@@ -18,11 +18,12 @@ from smelt.cli.recipes import (
     method_settings,
     read_recipe,
 )
-from smelt.compression.recipe.plan import CompressionPlan
-from smelt.compression.recipe.plan import plan as make_plan
 from smelt.report.numbers import count, seconds, size
 
-OutOption = Annotated[Path, typer.Option("-o", "--out", help="Where the result would be written.")]
+if TYPE_CHECKING:
+    from smelt.compression.recipe.plan import CompressionPlan
+
+OutOption = Annotated[Path, typer.Option("-o", "--out", help="Where the result would be written.", rich_help_panel=RUN)]
 
 
 def run(
@@ -37,6 +38,8 @@ def run(
     json_file: JsonOption = None,
     seed: SeedOverride = None,
 ) -> None:
+    from smelt.compression.recipe.plan import plan as make_plan
+
     plan = make_plan(
         model,
         read_recipe(

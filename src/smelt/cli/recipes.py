@@ -4,23 +4,37 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
 
-from smelt.compression.recipe.recipe import Guard, Recipe
+from smelt.cli.output import METHOD, RUN
 from smelt.errors import RecipeError
 from smelt.strict_yaml import load_yaml
 
-RecipeOption = Annotated[Path | None, typer.Option("-r", "--recipe", help="Recipe, a YAML file.")]
-MethodOption = Annotated[str | None, typer.Option("--method", help="Apply one method instead of a recipe.")]
-BitsOption = Annotated[float | None, typer.Option("--bits", help="With --method: bits per weight.")]
-GroupSizeOption = Annotated[int | None, typer.Option("--group-size", help="With --method: weights that share a scale.")]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", help="With --method: any parameter, as name=value; may be repeated.")
+if TYPE_CHECKING:
+    from smelt.compression.recipe.recipe import Recipe
+
+RecipeOption = Annotated[
+    Path | None, typer.Option("-r", "--recipe", help="Recipe, a YAML file.", rich_help_panel=METHOD)
 ]
-SeedOverride = Annotated[int | None, typer.Option("--seed", min=0, max=2**32 - 1, help="Override the recipe's seed.")]
+MethodOption = Annotated[
+    str | None, typer.Option("--method", help="Apply one method instead of a recipe.", rich_help_panel=METHOD)
+]
+BitsOption = Annotated[
+    float | None, typer.Option("--bits", help="With --method: bits per weight.", rich_help_panel=METHOD)
+]
+GroupSizeOption = Annotated[
+    int | None, typer.Option("--group-size", help="With --method: weights that share a scale.", rich_help_panel=METHOD)
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="With --method: any parameter, as name=value; may be repeated.", rich_help_panel=METHOD),
+]
+SeedOverride = Annotated[
+    int | None, typer.Option("--seed", min=0, max=2**32 - 1, help="Override the recipe's seed.", rich_help_panel=RUN)
+]
 
 
 def read_recipe(
@@ -34,6 +48,8 @@ def read_recipe(
     guard: str | None = None,
     seed: int | None = None,
 ) -> Recipe:
+    from smelt.compression.recipe.recipe import Guard, Recipe
+
     if (path is None) == (method is None):
         raise RecipeError("give either a recipe (-r FILE) or one method (--method NAME).")
     if path is None:

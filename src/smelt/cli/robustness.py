@@ -4,33 +4,53 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from smelt.cli.output import console, table
 from smelt.errors import ConfigError
 from smelt.files import check_writable
-from smelt.measure.evaluate import Data
-from smelt.measure.robustness.measure import DEFAULT_BERS, RobustnessSettings, measure_robustness
-from smelt.models.model import Model
 from smelt.progress import Progress
 from smelt.report.numbers import metric as format_metric
 from smelt.report.numbers import rate
 from smelt.report.page import write_page
 from smelt.report.robustness import ATTACKS, BACKDOOR_ALARM, fault_key, fault_keys, render_robustness
 
+if TYPE_CHECKING:
+    from smelt.measure.evaluate import Data
+    from smelt.measure.robustness.measure import RobustnessSettings
+    from smelt.models.model import Model
+
+ROBUSTNESS = "Robustness"
+
 RobustnessOption = Annotated[
-    bool, typer.Option("--robustness", help="Also measure bit errors, range clipping and attacks.")
+    bool,
+    typer.Option(
+        "--robustness", help="Also measure bit errors, range clipping and attacks.", rich_help_panel=ROBUSTNESS
+    ),
 ]
 BerOption = Annotated[
-    str | None, typer.Option("--ber", help="Bit error rates for --robustness, as in 1e-6,1e-5,1e-4 (the default).")
+    str | None,
+    typer.Option(
+        "--ber",
+        help="Bit error rates for --robustness, as in 1e-6,1e-5,1e-4 (the default).",
+        rich_help_panel=ROBUSTNESS,
+    ),
 ]
-SeedsOption = Annotated[int, typer.Option("--seeds", min=1, help="Seeds per bit error rate.")]
+SeedsOption = Annotated[
+    int, typer.Option("--seeds", min=1, help="Seeds per bit error rate.", rich_help_panel=ROBUSTNESS)
+]
 TriggerOption = Annotated[
-    str | None, typer.Option("--trigger", metavar="CLASS:TEXT", help="A suspected back door: TEXT causes CLASS.")
+    str | None,
+    typer.Option(
+        "--trigger", metavar="CLASS:TEXT", help="A suspected back door: TEXT causes CLASS.", rich_help_panel=ROBUSTNESS
+    ),
 ]
-ReportOption = Annotated[Path | None, typer.Option("--report", help="Write the robustness report to this HTML file.")]
+ReportOption = Annotated[
+    Path | None,
+    typer.Option("--report", help="Write the robustness report to this HTML file.", rich_help_panel=ROBUSTNESS),
+]
 
 
 @dataclass(frozen=True)
@@ -44,6 +64,8 @@ class RobustnessRun:
         self, new: Model, base: Model | None, data: Data, evaluation: dict[str, Any], progress: Progress
     ) -> dict[str, Any]:
         """Measure, show the tables, write the report, and return the part `robustness` of the JSON result."""
+        from smelt.measure.robustness.measure import measure_robustness
+
         result = measure_robustness(new, data, against=base, settings=self.settings, progress=progress, **evaluation)
         content = result.to_json()
         if self.report is not None:
@@ -61,6 +83,8 @@ def robustness_run(
         return None
     if report is not None:
         check_writable(report)
+    from smelt.measure.robustness.measure import RobustnessSettings
+
     settings = RobustnessSettings(bers=_rates(ber), seeds=seeds, trigger=_trigger(trigger))
     return RobustnessRun(settings, report)
 
@@ -152,6 +176,8 @@ def _is_partly_nonfinite(point: dict[str, Any]) -> bool:
 
 
 def _rates(text: str | None) -> tuple[float, ...]:
+    from smelt.measure.robustness.measure import DEFAULT_BERS
+
     if text is None:
         return DEFAULT_BERS
     try:

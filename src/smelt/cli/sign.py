@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from smelt.cli.output import console
-from smelt.compression.passport.issue import sign_folder
 from smelt.compression.passport.signing import SIGNATURE, key_hint, load_private_key
 from smelt.progress import progress_bars
 
@@ -19,6 +18,8 @@ def run(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a model.")],
     key: KeyOption,
 ) -> None:
+    from smelt.compression.passport.issue import sign_folder
+
     loaded = load_private_key(key)
     with progress_bars() as progress:
         files = sign_folder(folder, loaded, progress)

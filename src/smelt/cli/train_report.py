@@ -12,7 +12,6 @@ from smelt.errors import DataError, SmeltError
 from smelt.files import check_writable
 from smelt.report.page import write_page
 from smelt.report.training import fact_rows, render_training, summary
-from smelt.train.trainer.run_folder import RunFolder
 
 
 def run(
@@ -38,6 +37,8 @@ def run(
 
 
 def _read(path: Path) -> dict[str, Any]:
+    from smelt.train.trainer.run_folder import RunFolder
+
     folder = RunFolder(path)
     metadata, log = folder.read_metadata(), folder.read_log()
     if not log:

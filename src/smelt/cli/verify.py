@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from smelt.cli.output import JsonOption, console, say, write_json
-from smelt.compression.passport.check import FolderCheck, check_folder
 from smelt.compression.passport.document import Passport, passport_lines, read_passport
-from smelt.compression.passport.reproduce import Inputs, Reproduction, reproduce
 from smelt.compression.passport.signing import load_public_key
 from smelt.errors import ConfigError
 from smelt.progress import progress_bars
 from smelt.report.numbers import size
+
+if TYPE_CHECKING:
+    from smelt.compression.passport.check import FolderCheck
+    from smelt.compression.passport.reproduce import Reproduction
 
 DIFFERS = 3
 
@@ -48,6 +50,9 @@ def run(
     work_folder: WorkOption = None,
     json_file: JsonOption = None,
 ) -> None:
+    from smelt.compression.passport.check import check_folder
+    from smelt.compression.passport.reproduce import Inputs, reproduce
+
     inputs = Inputs(source, data, eval_data)
     if not repeat and inputs != Inputs():
         raise ConfigError("--source, --data and --eval-data go with --reproduce.")

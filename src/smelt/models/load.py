@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 
 import torch
@@ -81,7 +83,18 @@ def resolve(spec: str | Path, *, config_only: bool = False) -> Path:
     if isinstance(spec, str) and _HUB_ID.fullmatch(spec) and path.suffix.lower() not in _FILE_SUFFIXES:
         return _fetch_from_hub(spec, ["config.json"] if config_only else _FROM_HUB)
     bundled = ", ".join(BUNDLED)
-    raise ModelError(f"no model at {spec}; give a bundled name ({bundled}), a folder, a .gguf file or a hub id.")
+    raise ModelError(
+        f"no model at {spec}; {_nearest_name(path)}give a bundled name ({bundled}), a folder, a .gguf file or a hub id."
+    )
+
+
+def _nearest_name(path: Path) -> str:
+    """Return a hint at the bundled model, folder or GGUF file whose name is nearest; empty if none is near."""
+    beside: list[Path] = []
+    with suppress(OSError):
+        beside = [file for file in path.parent.iterdir() if file.is_dir() or file.suffix.lower() == ".gguf"]
+    matches = get_close_matches(str(path), [*BUNDLED, *map(str, beside)], n=1, cutoff=0.8)
+    return f"did you mean {matches[0]}? Otherwise " if matches else ""
 
 
 def source_files(spec: str | Path) -> dict[str, Path]:

@@ -58,60 +58,89 @@ def _option(default: Any, description: str, **metadata: Any) -> Any:
 class ServeConfig:
     """Options of `smelt serve`: each field is a flag, and a key of the file that --config names."""
 
-    host: str = _option(ServerSettings.host, "Address to listen on; any but loopback requires API keys.")
-    port: int = _option(ServerSettings.port, "Port to listen on; 0: any free one.", minimum=0, maximum=65535)
-    api_key_file: str | None = _option(None, "API keys, one per line; then every route requires one.", metavar="FILE")
-    served_model_name: str = _option("", "Model name in the API; by default the last part of MODEL.")
-    device: str = _option("auto", "Where to run: auto (a GPU if there is one), cpu or cuda.")
-    max_model_len: int | None = _option(None, "Maximum tokens of prompt and answer together.", minimum=2)
-    kv_cache_gib: float | None = _option(None, "Memory of the KV cache in GiB.", minimum=0.0001)
-    max_num_seqs: int = _option(256, "Maximum sequences in one batch.", minimum=1, maximum=4096)
-    max_num_batched_tokens: int = _option(2048, "Maximum tokens computed in one step.", minimum=1)
-    enable_prefix_caching: bool = _option(True, "Reuse the KV cache of shared prefixes.")
-    kv_profile: str | None = _option(None, "Per-head KV cache budgets written by `smelt kv profile`.", metavar="FILE")
-    kv_select: Literal["pages"] | None = _option(
-        None, "Sparse page attention: evict nothing, attend to few pages.", metavar="pages"
+    host: str = _option(
+        ServerSettings.host, "Address to listen on; any but loopback requires API keys.", panel="Network"
     )
-    kv_budget: int = _option(4096, "With --kv-select: tokens that a token attends to.", minimum=1, metavar="TOKENS")
-    kv_offload: bool = _option(False, "With --kv-select: keep pages in host memory and fetch the important ones.")
+    port: int = _option(
+        ServerSettings.port, "Port to listen on; 0: any free one.", minimum=0, maximum=65535, panel="Network"
+    )
+    api_key_file: str | None = _option(
+        None, "API keys, one per line; then every route requires one.", metavar="FILE", panel="Network"
+    )
+    served_model_name: str = _option("", "Model name in the API; by default the last part of MODEL.", panel="Network")
+    device: str = _option("auto", "Where to run: auto (a GPU if there is one), cpu or cuda.", panel="Engine")
+    max_model_len: int | None = _option(
+        None, "Maximum tokens of prompt and answer together.", minimum=2, panel="Engine"
+    )
+    kv_cache_gib: float | None = _option(None, "Memory of the KV cache in GiB.", minimum=0.0001, panel="KV cache")
+    max_num_seqs: int = _option(256, "Maximum sequences in one batch.", minimum=1, maximum=4096, panel="Engine")
+    max_num_batched_tokens: int = _option(2048, "Maximum tokens computed in one step.", minimum=1, panel="Engine")
+    enable_prefix_caching: bool = _option(True, "Reuse the KV cache of shared prefixes.", panel="KV cache")
+    kv_profile: str | None = _option(
+        None, "Per-head KV cache budgets written by `smelt kv profile`.", metavar="FILE", panel="KV cache"
+    )
+    kv_select: Literal["pages"] | None = _option(
+        None, "Sparse page attention: evict nothing, attend to few pages.", metavar="pages", panel="KV cache"
+    )
+    kv_budget: int = _option(
+        4096, "With --kv-select: tokens that a token attends to.", minimum=1, metavar="TOKENS", panel="KV cache"
+    )
+    kv_offload: bool = _option(
+        False, "With --kv-select: keep pages in host memory and fetch the important ones.", panel="KV cache"
+    )
     kv_token_cap: int | None = _option(
-        None, "Maximum tokens a request caches; longer texts are compressed.", metavar="TOKENS"
+        None, "Maximum tokens a request caches; longer texts are compressed.", metavar="TOKENS", panel="KV cache"
     )
     kv_cache_dtype: Literal["model", "int8", "fp8", "int4", "int3"] | None = _option(
-        None, "model, int8, fp8, int4 or int3; by default as the artifact says.", metavar="DTYPE"
+        None, "model, int8, fp8, int4 or int3; by default as the artifact says.", metavar="DTYPE", panel="KV cache"
     )
     lm_head_dtype: Literal["int8"] | None = _option(
-        None, "int8: quantize the LM head at load; by default as the model has it.", metavar="DTYPE"
+        None, "int8: quantize the LM head at load; by default as the model has it.", metavar="DTYPE", panel="Engine"
     )
     activation_dtype: Literal["int8"] | None = _option(
         None, "int8: quantize the inputs of 4- and 8-bit layers; by default as the model says.", metavar="DTYPE"
     )
     max_queued: int = _option(
-        ServerLimits.max_queued, "Maximum waiting answers; more are refused with status 429.", minimum=0
+        ServerLimits.max_queued, "Maximum waiting answers; more are refused with status 429.", minimum=0, panel="Limits"
     )
     shutdown_timeout: float = _option(
-        ServerLimits.shutdown_timeout, "Seconds that running requests get to finish on shutdown.", minimum=0
+        ServerLimits.shutdown_timeout,
+        "Seconds that running requests get to finish on shutdown.",
+        minimum=0,
+        panel="Limits",
     )
     step_timeout: float = _option(
-        ServerLimits.step_timeout, "Seconds without a finished step before the engine is killed.", minimum=0.5
+        ServerLimits.step_timeout,
+        "Seconds without a finished step before the engine is killed.",
+        minimum=0.5,
+        panel="Limits",
     )
     client_timeout: float = _option(
-        ServerLimits.client_timeout, "Seconds after which a client that reads nothing is dropped.", minimum=0.5
+        ServerLimits.client_timeout,
+        "Seconds after which a client that reads nothing is dropped.",
+        minimum=0.5,
+        panel="Limits",
     )
     lora_modules: tuple[str, ...] = _option(
-        (), "A LoRA adapter served as NAME; may be repeated.", metavar="NAME=FOLDER"
+        (), "A LoRA adapter served as NAME; may be repeated.", metavar="NAME=FOLDER", panel="Engine"
     )
-    tensor_parallel_size: int = _option(1, "Devices that the model is sharded over.", minimum=1, maximum=64)
+    tensor_parallel_size: int = _option(
+        1, "Devices that the model is sharded over.", minimum=1, maximum=64, panel="Engine"
+    )
     replicas: int = _option(
         ServerSettings.replicas, "Engines with a copy of the model each, run by Ray Serve (the extra cluster).",
-        minimum=1, maximum=1024,
-    )  # fmt: skip
-    ray_address: str = _option("", "A running Ray cluster; by default this machine only.", metavar="ADDRESS")
+        minimum=1, maximum=1024, panel="Replicas")  # fmt: skip
+    ray_address: str = _option(
+        "", "A running Ray cluster; by default this machine only.", metavar="ADDRESS", panel="Replicas"
+    )
     replica_cpus: float | None = _option(
-        None, "Cores per replica; by default an equal share of this machine.", minimum=0.1
+        None, "Cores per replica; by default an equal share of this machine.", minimum=0.1, panel="Replicas"
     )
     max_restarts: int = _option(
-        ServerLimits.max_restarts, "Engine restarts within ten minutes before the server exits.", minimum=0
+        ServerLimits.max_restarts,
+        "Engine restarts within ten minutes before the server exits.",
+        minimum=0,
+        panel="Limits",
     )
 
     def resolve(self, model: str) -> ServerSettings:

@@ -48,21 +48,22 @@ def build_parser(program: str, description: str) -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     args = build_parser("python -m smelt.train", "Train a model; start it with torchrun.").parse_args(argv)
-    exit_process(run_and_report(lambda: train(args), args.debug))
+    options = {"gradients": args.gradients, "out": args.out, "resume": args.resume, "resplit": args.resplit}
+    exit_process(run_and_report(lambda: train(args.config, **options), args.debug))
 
 
-def train(args: argparse.Namespace) -> None:
-    """Run the training in a process that torchrun has started."""
-    config = TrainConfig.load(args.config, args.gradients)
+def train(path: Path, *, gradients: str | None, out: Path | None, resume: bool, resplit: bool) -> None:
+    """Train by a configuration file in a process that torchrun has started, or in a single one."""
+    config = TrainConfig.load(path, gradients)
     resume_hint = ResumeHint()
     exit_on_signal(resume_hint)
     run_worker(
         config,
-        run_folder_path(args.config, args.out),
+        run_folder_path(path, out),
         lambda: init_distributed(config.device, config.timeout),
         resume_hint,
-        resume=args.resume,
-        resplit=args.resplit,
+        resume=resume,
+        resplit=resplit,
     )
     distributed.destroy_process_group()
 
