@@ -21,6 +21,7 @@ from typer.main import get_command
 import smelt.compression.base
 from smelt.cli.app import app_with
 from smelt.compression.base import METHODS
+from smelt.compression.method_docs import parameter_meaning
 from smelt.compression.recipe.recipe import CalibrationSettings, EvaluationSettings, Recipe
 from smelt.config import parse
 from smelt.models.families import FAMILIES
@@ -62,10 +63,9 @@ def test_the_methods_page_is_up_to_date() -> None:
 
 
 def test_every_parameter_is_documented() -> None:
-    generator = module_from(ROOT / "docs" / "make_methods.py")
     for cls in METHODS.values():
         for field in fields(cls):  # type: ignore[arg-type]
-            assert generator.meaning(cls, field.name), f"{cls.__name__}.{field.name} has no comment behind it"
+            assert parameter_meaning(cls, field.name), f"{cls.__name__}.{field.name} has no comment behind it"
 
 
 def shell_commands() -> list[Any]:

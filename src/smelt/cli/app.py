@@ -22,6 +22,8 @@ GROUPS = {
     "Look": {
         "methods": "List the compression methods, or the parameters of one: when to use it, what it needs, its paper.",
         "formats": "List the number formats: bits, grid, scales, and the error on normal values, measured now.",
+        "env": "Show versions, CPU and GPU features, kernels and compiler of this machine.",
+        "cache": "List or clear the cache: bundled models, compiled kernels, hashes.",
         "inspect": "Show the anatomy of a model: blocks, heads, KV groups, FFN channels, parameters, MACs, bytes.",
     },
     "Compress": {

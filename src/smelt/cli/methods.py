@@ -1,26 +1,43 @@
-"""`smelt methods`: list the compression methods, what each needs, and its paper."""
+"""`smelt methods`: list the compression methods, or the parameters of one."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+import json
+from typing import Annotated, Any
+
+import typer
 
 from smelt.cli.output import JsonOption, SeedOption, console, table, write_json
 
+NameArgument = Annotated[str | None, typer.Argument(metavar="NAME", help="Show the parameters of this method.")]
 
-def run(json_file: JsonOption = None, seed: SeedOption = 0) -> None:
+
+def run(name: NameArgument = None, json_file: JsonOption = None, seed: SeedOption = 0) -> None:
+    from smelt.compression.method_docs import describe_method
     from smelt.compression.methods import METHODS
 
-    rows = [describe(name) for name in sorted(METHODS)]
-    cells = [[row["name"], row["summary"], ", ".join(row["needs"]) or "nothing", row["paper"]] for row in rows]
+    if name is not None:
+        description = describe_method(METHODS.named(name))
+        _show_parameters(description)
+        write_json(json_file, description)
+        return
+    rows = [describe_method(METHODS[known]) for known in sorted(METHODS)]
+    cells = [[row["name"], row["summary"], _needs(row), row["paper"]] for row in rows]
     console.print(table("Methods", ["method", "when to use it", "needs", "paper"], cells))
+    console.print("`smelt methods NAME` lists the parameters of one.")
     write_json(json_file, rows)
 
 
-def describe(name: str) -> dict[str, Any]:
-    from smelt.compression.methods import METHODS
+def _show_parameters(method: dict[str, Any]) -> None:
+    console.print(f"{method['name']}: {method['summary']}\nneeds: {_needs(method)}\npaper: {method['paper']}")
+    cells = [
+        [row["name"], row["type"], row["default"] if isinstance(row["default"], str) else json.dumps(row["default"]),
+         row["meaning"]]
+        for row in method["parameters"]
+    ]  # fmt: skip
+    console.print(table("Parameters", ["parameter", "type", "default", "meaning"], cells))
+    console.print(f"in a recipe: a step with `method: {method['name']}`; on the command line: --set NAME=VALUE")
 
-    cls = METHODS[name]
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    parameters = {f.name: None if f.default is dataclasses.MISSING else f.default for f in fields}
-    return {"name": name, "summary": cls.summary, "needs": cls.needs, "paper": cls.paper, "parameters": parameters}
+
+def _needs(method: dict[str, Any]) -> str:
+    return ", ".join(method["needs"]) or "nothing"

@@ -55,8 +55,16 @@ ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A bundled name, a folder, a .gguf file or a hub id.")
 ]
 
+
+class _Console(Console):
+    """A console that leaves a closed pipe to `main`, where it is no error; rich would exit with 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 # Names and texts come from outside, so what looks like markup in them must be printed literally.
-console = Console(markup=False, emoji=False, highlight=False)
+console = _Console(markup=False, emoji=False, highlight=False)
 
 
 def say(sentence: str) -> None:

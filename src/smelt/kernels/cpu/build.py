@@ -64,7 +64,7 @@ def _load(path: Path, declare: Callable[[ctypes.CDLL], ctypes.CDLL]) -> ctypes.C
 
 def ensure_compiled(machine: str = NATIVE, units: Mapping[str, tuple[str, ...]] = UNITS) -> Path:
     """Return the path of the library, compiled if necessary."""
-    compiler = _compiler()
+    compiler = find_compiler()
     path = cache_folder() / "kernels" / f"smelt-{_fingerprint(SOURCE, compiler, machine, tuple(units.items()))}.so"
     if not path.is_file():  # complete if it exists, since it is created by a rename
         _compile(compiler, machine, path, units)
@@ -83,7 +83,8 @@ def _export_openmp() -> None:
                 ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
 
 
-def _compiler() -> str:
+def find_compiler() -> str:
+    """Return the path of the C++ compiler: CXX, or the first one on PATH."""
     for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
         if name and (path := shutil.which(name)):
             return path
@@ -94,13 +95,13 @@ def _compiler() -> str:
 def _fingerprint(source: Path, compiler: str, machine: str, units: tuple[tuple[str, tuple[str, ...]], ...]) -> str:
     """Return a hash of everything that the library depends on: taken once, as the source of a process is fixed."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_COMPILE_TIMEOUT).stdout
-    parts = [version, " ".join((*FLAGS, machine)).encode(), str(dict(units)).encode(), _cpu_features()]
+    parts = [version, " ".join((*FLAGS, machine)).encode(), str(dict(units)).encode(), cpu_features()]
     headers = sorted(source.rglob("*.h"))
     parts += [file.read_bytes() for file in (*headers, *(source / f"{name}.cpp" for name, _ in units))]
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
 
 
-def _cpu_features() -> bytes:
+def cpu_features() -> bytes:
     """Return the CPU model and its features, which `-march=native` depends on."""
     lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     keys = (b"model name", b"flags", b"CPU implementer", b"CPU part", b"Features")  # on x86, on ARM
@@ -111,7 +112,7 @@ def _cpu_features() -> bytes:
 def has_bfloat16_arithmetic() -> bool:
     """Return whether the CPU multiplies bfloat16; otherwise PyTorch emulates it, slower than float32."""
     try:
-        features = set(_cpu_features().split())
+        features = set(cpu_features().split())
     except OSError:
         return False
     return not features.isdisjoint((b"avx512_bf16", b"amx_bf16", b"bf16"))
