@@ -97,7 +97,7 @@ def start(arguments: list[str], log: Path) -> int:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     smelt.compression.recipe.run.verify = lambda *_: None
-    smelt.compression.recipe.plan.matrix_speed = lambda: 1e10
+    smelt.compression.recipe.plan.matrix_speed = lambda *_: 1e10
     try:
         smelt_main(arguments)
     except SystemExit as ended:

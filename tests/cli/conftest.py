@@ -139,7 +139,7 @@ def smelt_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Smelt]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the slow parts that other tests cover: the clean process, and timing the machine for the plan."""
     monkeypatch.setattr(smelt.compression.recipe.run, "verify", _verify_in_process)
-    monkeypatch.setattr(smelt.compression.recipe.plan, "matrix_speed", lambda: 1e10)
+    monkeypatch.setattr(smelt.compression.recipe.plan, "matrix_speed", lambda *_: 1e10)
 
 
 def _verify_in_process(model: Model, folder: Path) -> None:
@@ -217,7 +217,7 @@ def _child(arguments: tuple[str, ...], out: Path, err: Path, moment: Moment | No
     for path, number in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     torch.set_num_threads(1)
-    smelt.compression.recipe.plan.matrix_speed = lambda: 1e10
+    smelt.compression.recipe.plan.matrix_speed = lambda *_: 1e10
     if quick:
         smelt.compression.recipe.run.verify = _verify_in_process
     if moment is not None:

@@ -22,6 +22,33 @@ def test_a_method_and_its_parameters(place: Place, smelt_here: Smelt, quick: Non
     assert {scheme["weight"] for scheme in content["quantized"].values()} == {"int3-asym/16@float16"}
 
 
+def test_a_budget_samples_and_length(place: Place, smelt_here: Smelt, quick: None, tmp_path: Path) -> None:
+    data = ["--data", place / "text.txt", "--samples", "6", "--length", "24", "--no-speed"]
+    options = ["--method", "wanda-sp", "--budget", "parameters=0.7", "--set", "alignment=1"]
+    done = smelt_here("compress", place / "llama", "-o", str(tmp_path / "out"), *options, *data)
+    assert done.code == 0, done.err
+    content = json.loads((tmp_path / "out" / "smelt.json").read_text())
+    assert content["recipe"]["steps"][0]["budget"] == {"parameters": 0.7}
+    assert (content["recipe"]["data"]["samples"], content["recipe"]["data"]["seq_len"]) == (6, 24)
+
+
+def test_a_budget_replaces_that_of_a_recipe(place: Place, smelt_here: Smelt, quick: None, tmp_path: Path) -> None:
+    plan = ["plan", place / "llama", "-r", place / "llama.yaml", "--json", str(tmp_path / "r.json")]
+    assert smelt_here(*plan, "--budget", "macs=0.6").code == 0
+    assert json.loads((tmp_path / "r.json").read_text())["steps"][0]["budget"] == {"macs": 0.6}
+    none = place.recipe("rtn.yaml", {"steps": [{"method": "rtn", "group_size": 16}]})
+    smelt_here("plan", place / "llama", "-r", none, "--budget", "macs=0.6").refused("no step of this recipe has one")
+
+
+def test_invalid_budgets(place: Place, smelt_here: Smelt) -> None:
+    plan = ["plan", place / "llama", "--method"]
+    smelt_here(*plan, "gptq", "--budget", "bytes=0.3").refused("gptq removes nothing, so it takes no --budget")
+    smelt_here(*plan, "fisher", "--budget", "0.8").refused("such as {macs: 0.6} or macs=0.6, not '0.8'")
+    smelt_here(*plan, "fisher", "--budget", "size=0.8").refused("limits one of parameters, macs, bytes, latency")
+    smelt_here(*plan, "fisher", "--budget", "macs=80%").refused("macs=0.6")
+    smelt_here(*plan, "fishr", "--budget", "macs=0.8").refused("did you mean 'fisher'?")
+
+
 def test_invalid_combinations(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
     out = tmp_path / "out"
     compress(smelt_here, place, out).refused("either a recipe (-r FILE) or one method")

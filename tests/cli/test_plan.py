@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from smelt.compression.base import METHODS
+from smelt.measure.cost import count_bytes
+from smelt.models.load import load
 from tests.character_tokenizer import character_tokenizer
 from tests.cli.conftest import Forked, Place, Smelt, llama_recipe
 
@@ -59,6 +63,38 @@ def test_every_method_can_be_planned(name: str, place: Place, smelt_here: Smelt,
     (step,) = json.loads((tmp_path / "r.json").read_text())["steps"]
     assert step["method"] == name
     assert step["budget"] == {"parameters": 0.8} if removes else step["budget"].keys() == {"bits"}
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    "step",
+    [
+        {"method": "rtn", "bits": 4, "group_size": 16},
+        {"method": "rtn", "format": "nvfp4"},
+        {"method": "gptq", "bits": 3, "group_size": -1, "symmetric": True},
+        {"method": "mixed", "bits": 5.0, "group_size": -1},
+        {"method": "magnitude", "budget": {"parameters": 0.8}, "alignment": 1},
+    ],
+    ids=lambda step: "-".join(str(value) for value in step.values()),
+)
+def test_the_size_of_the_result_is_close_to_the_estimate(
+    step: dict[str, Any], place: Place, smelt_here: Smelt, tmp_path: Path
+) -> None:
+    recipe = place.recipe("size.yaml", {**llama_recipe(place), "steps": [step]})
+    arguments = [place / "llama", "-r", recipe, "-o", str(tmp_path / "out")]
+    assert smelt_here("plan", *arguments, "--json", str(tmp_path / "r.json")).code == 0
+    foreseen = json.loads((tmp_path / "r.json").read_text())
+    done = smelt_here("compress", *arguments, "--no-speed")
+    assert done.code == 0, done.err
+    actual = count_bytes(load(tmp_path / "out").network)
+    assert actual < foreseen["bytes"]
+    tolerance = 0.03 if step["method"] in ("mixed", "magnitude") else 1e-6  # a search ends below its budget
+    assert foreseen["bytes_after"] == pytest.approx(actual, rel=tolerance)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to plan for")
+def test_a_plan_for_a_gpu_needs_one(place: Place, smelt_here: Smelt) -> None:
+    smelt_here("plan", place / "llama", "-r", place / "llama.yaml", "--device", "cuda").refused("there is no GPU here")
 
 
 @pytest.mark.parametrize("method", ["fisher", "wanda-sp"])

@@ -133,7 +133,7 @@ def test_low_rank_factors_are_counted(name: str, tmp_path: Path) -> None:
 
 
 def test_a_plan_counts_the_factors_that_will_be_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smelt.compression.recipe.plan.matrix_speed", lambda: 1e10)
+    monkeypatch.setattr("smelt.compression.recipe.plan.matrix_speed", lambda *_: 1e10)
     _, model = with_factors(BUILDS["llama"])
     save_artifact(Model(BUILDS["llama"]()), tmp_path)
     quantizer = RoundToNearest(bits=4, group_size=16)

@@ -21,9 +21,12 @@ from smelt.cli.output import (
 )
 from smelt.cli.recipes import (
     BitsOption,
+    BudgetOption,
     GroupSizeOption,
+    LengthOption,
     MethodOption,
     RecipeOption,
+    SamplesOption,
     SeedOverride,
     SetOption,
     method_settings,
@@ -94,7 +97,10 @@ def run(
     bits: BitsOption = None,
     group_size: GroupSizeOption = None,
     parameters: SetOption = None,
+    budget: BudgetOption = None,
     data: DataOption = None,
+    samples: SamplesOption = None,
+    length: LengthOption = None,
     eval_data: EvalOption = None,
     max_drop: MaxDropOption = None,
     guard: GuardOption = None,
@@ -115,8 +121,8 @@ def run(
 
     settings = method_settings(bits, group_size, parameters)
     read = read_recipe(
-        recipe, method=method, settings=settings, data=data, evaluation=eval_data, max_drop=max_drop, guard=guard,
-        seed=seed,
+        recipe, method=method, settings=settings, budget=budget, samples=samples, length=length, data=data,
+        evaluation=eval_data, max_drop=max_drop, guard=guard, seed=seed,
     )  # fmt: skip
     with progress_bars() as progress:
         result = compress(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
 
-from smelt.cli.output import METHOD, RUN
+from smelt.cli.output import DATA, METHOD, RUN
 from smelt.errors import RecipeError
 from smelt.strict_yaml import load_yaml
 
@@ -32,6 +32,21 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", help="With --method: any parameter, as name=value; may be repeated.", rich_help_panel=METHOD),
 ]
+BudgetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--budget",
+        metavar="MEASURE=SHARE",
+        help="Keep at most this share: parameters=0.8, macs=0.5, bytes=0.3 (read per decoded token) or latency=0.6.",
+        rich_help_panel=METHOD,
+    ),
+]
+SamplesOption = Annotated[
+    int | None, typer.Option("--samples", min=1, help="Calibration sequences, or rows.", rich_help_panel=DATA)
+]
+LengthOption = Annotated[
+    int | None, typer.Option("--length", min=1, help="Tokens per calibration sequence.", rich_help_panel=DATA)
+]
 SeedOverride = Annotated[
     int | None, typer.Option("--seed", min=0, max=2**32 - 1, help="Override the recipe's seed.", rich_help_panel=RUN)
 ]
@@ -42,6 +57,9 @@ def read_recipe(
     *,
     method: str | None = None,
     settings: dict[str, Any] | None = None,
+    budget: str | None = None,
+    samples: int | None = None,
+    length: int | None = None,
     data: str | None = None,
     evaluation: str | None = None,
     max_drop: str | None = None,
@@ -53,11 +71,17 @@ def read_recipe(
     if (path is None) == (method is None):
         raise RecipeError("give either a recipe (-r FILE) or one method (--method NAME).")
     if path is None:
-        recipe = Recipe.parse({"steps": [{"method": method, **(settings or {})}]})
+        recipe = Recipe.parse({"steps": [{"method": method, **(settings or {}), **_budget_of(method, budget)}]})
     elif settings:
         raise RecipeError(f"--{next(iter(settings))} goes with --method; in a recipe, set it in the step.")
     else:
         recipe = Recipe.load(path)
+        if budget is not None:
+            recipe = _with_budget(recipe, budget)
+    if samples is not None:
+        recipe = replace(recipe, data=replace(recipe.data, samples=samples))
+    if length is not None:
+        recipe = replace(recipe, data=replace(recipe.data, seq_len=length))
     if data is not None:
         recipe = replace(recipe, data=replace(recipe.data, source=data))
     if evaluation is not None:
@@ -68,6 +92,29 @@ def read_recipe(
         name, colon, formats = guard.partition(":")
         recipe = replace(recipe, guard=Guard.from_config({name: formats.split(",")} if colon else name))
     return recipe if seed is None else replace(recipe, seed=seed)
+
+
+def _budget_of(method: str | None, budget: str | None) -> dict[str, str]:
+    """Return the budget of a method as its parameter; refuse it for one that removes nothing."""
+    from smelt.compression.methods import METHODS
+
+    if budget is None:
+        return {}
+    if "budget" not in {field.name for field in fields(METHODS.named(method))}:  # type: ignore[arg-type]
+        raise RecipeError(f"{method} removes nothing, so it takes no --budget; its size is set by --bits or --set.")
+    return {"budget": budget}
+
+
+def _with_budget(recipe: Recipe, budget: str) -> Recipe:
+    """Replace the budget of the one step that has one."""
+    from smelt.compression.budget import Budget
+
+    steps = [step for step in recipe.steps if hasattr(step, "budget")]
+    if len(steps) != 1:
+        number = "no step" if not steps else f"{len(steps)} steps"
+        raise RecipeError(f"--budget replaces the budget of one step, and {number} of this recipe has one; edit it.")
+    changed = replace(steps[0], budget=Budget.from_config(budget))  # type: ignore[type-var]
+    return replace(recipe, steps=tuple(changed if step is steps[0] else step for step in recipe.steps))
 
 
 def method_settings(bits: float | None, group_size: int | None, others: list[str] | None) -> dict[str, Any]:

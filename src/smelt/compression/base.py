@@ -167,6 +167,10 @@ class Method(ABC):
         """Return an upper bound on the parameters the method adds to the network, for the plan."""
         return 0
 
+    def bytes_change(self, anatomy: Anatomy) -> int:
+        """Return by how many bytes the step changes the blocks besides pruning (negative: smaller), for the plan."""
+        return 4 * self.added_parameters(anatomy)
+
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         """Estimate the cost of the step on this network (which may be on the meta device)."""
         return ResourceEstimate()

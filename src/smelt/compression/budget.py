@@ -28,10 +28,12 @@ class Budget:
 
     @classmethod
     def from_config(cls, value: Any) -> Budget:
-        """Parse the form used in recipes: `{macs: 0.6}`."""
+        """Parse the form used in recipes, `{macs: 0.6}`, or that of the command line, `macs=0.6`."""
+        if isinstance(value, str):
+            value = _split(value)
         if not isinstance(value, Mapping) or len(value) != 1:
             raise RecipeError(
-                "a budget is written as one measure and the fraction to keep, such as {macs: 0.6}, "
+                "a budget is written as one measure and the fraction to keep, such as {macs: 0.6} or macs=0.6, "
                 f"not {value!r:.80}."
             )
         ((measure, keep),) = value.items()
@@ -40,14 +42,26 @@ class Budget:
     @classmethod
     def config_schema(cls) -> dict[str, Any]:
         fraction = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
-        return {
-            "description": "the fraction to keep of one measure, such as {macs: 0.6}",
+        mapping = {
             "type": "object",
             "properties": dict.fromkeys(MEASURES, fraction),
             "minProperties": 1,
             "maxProperties": 1,
             "additionalProperties": False,
         }
+        return {
+            "description": "the fraction to keep of one measure, such as {macs: 0.6} or macs=0.6",
+            "anyOf": [mapping, {"type": "string", "pattern": f"^({'|'.join(MEASURES)})=[0-9.]+$"}],
+        }
 
     def to_json(self) -> dict[str, float]:
         return {self.measure: self.keep}
+
+
+def _split(text: str) -> Any:
+    """Turn `macs=0.6` into {macs: 0.6}; anything else stays as it is, for the error."""
+    measure, equals, keep = text.partition("=")
+    try:
+        return {measure.strip(): float(keep)} if equals else text
+    except ValueError:
+        return text

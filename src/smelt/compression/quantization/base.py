@@ -173,6 +173,16 @@ class Quantization(Method):
     def targets(self) -> dict[str, float]:
         return {"bits": self.weight_format.bits}
 
+    def bits_per_weight(self, rows: int, columns: int) -> float:
+        """Return the mean bits of a weight of a matrix of this shape, scales and zero points included."""
+        return self.weight_format.bits_per_value(columns, rows)
+
+    def bytes_change(self, anatomy: Anatomy) -> int:
+        groups = [group for block in anatomy.blocks for group in layer_groups(block)]
+        weights = [layer.weight for group in groups for layer in group.layers]
+        stored = sum(weight.numel() * self.bits_per_weight(*weight.shape) / 8 for weight in weights)
+        return int(stored) - sum(weight.numel() * weight.element_size() for weight in weights)
+
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         if not self.uses_data:
             return ResourceEstimate()

@@ -68,6 +68,9 @@ class MixedPrecision(Quantization):
     def targets(self) -> dict[str, float]:
         return {"bits": self.bits}
 
+    def bits_per_weight(self, rows: int, columns: int) -> float:
+        return self.bits
+
     def check(self, anatomy: Anatomy) -> None:
         super().check(anatomy)
         groups = [group for block in anatomy.blocks for group in layer_groups(block)]

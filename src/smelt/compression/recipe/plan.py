@@ -29,7 +29,7 @@ from smelt.measure.cost import (
     count_bytes,
     count_parameters,
 )
-from smelt.measure.memory import available_memory, free_disk, resident_bytes
+from smelt.measure.memory import free_disk, free_memory, resident_bytes
 from smelt.models.anatomy import Anatomy, anatomy_of
 from smelt.models.load import skeleton
 from smelt.models.model import Model
@@ -59,6 +59,7 @@ class CompressionPlan:
     block_parameters: int
     block_parameters_after: int
     bytes: int
+    bytes_after: int  # an estimate; with a budget of MACs or latency, an upper bound
     macs: float
     peak_memory: int
     available_memory: int
@@ -67,6 +68,7 @@ class CompressionPlan:
     seconds: float
     steps: tuple[StepPlan, ...]
     opens_in: tuple[str, ...]  # the programs that will open the result
+    device: str = "cpu"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -86,25 +88,28 @@ class CompressionPlan:
             )
 
 
-def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> CompressionPlan:
-    """Plan a run of the recipe on a model, to be written to a folder; on a CPU unless the recipe was made for another
-    device."""
-    recipe = recipe.for_device("cpu")
+def plan(source: str, recipe: Recipe, folder: str | Path = ".", *, device: str = "cpu") -> CompressionPlan:
+    """Plan a run of the recipe on a model and a device, to be written to a folder."""
+    where = torch.device(device)
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ResourceError(f"there is no GPU here to plan for {device}; use --device cpu.")
+    recipe = recipe.for_device(device)
     network = skeleton(source)
     anatomy = anatomy_of(network)
     reshaped = skeleton(source)
     check_steps(reshaped, recipe)
     limit = None if recipe.memory_limit is None else parse_bytes(recipe.memory_limit)
-    data = resolve_batch_size(recipe, anatomy, torch.device("cpu")).data
+    data = resolve_batch_size(recipe, anatomy, where).data
     assert data.batch_size is not None
     size = CalibrationSize(data.samples, data.seq_len, data.batch_size)
-    rate = EFFICIENCY * matrix_speed()
+    rate = EFFICIENCY * matrix_speed(where)
     steps = tuple(_step_plan(step, anatomy, size, limit, rate) for step in recipe.steps)
     weights = count_bytes(network)
     batches = BYTES_PER_TOKEN * size.tokens if needs_data(recipe) else 0
     before = block_parameters(anatomy)
     active = count_parameters(network) - before + active_parameters(anatomy)
     evaluation = 3 * 2 * active * (recipe.evaluate.limit or 300_000) / rate
+    resident = resident_bytes() if where.type == "cpu" else 0  # what torch already takes
     with explain_disk_errors(Path(folder)):
         free = free_disk(folder)
     return CompressionPlan(
@@ -113,15 +118,17 @@ def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> CompressionPl
         block_parameters=before,
         block_parameters_after=_parameters_after(recipe, anatomy, before),
         bytes=weights,
+        bytes_after=_bytes_after(recipe, anatomy, weights),
         macs=_macs(anatomy),
-        # Two models exist at once while they are compared; resident_bytes is what torch already takes.
-        peak_memory=weights + max([weights, *(step.memory for step in steps)]) + batches + resident_bytes(),
-        available_memory=available_memory() + resident_bytes(),
+        # Two models exist at once while they are compared.
+        peak_memory=weights + max([weights, *(step.memory for step in steps)]) + batches + resident,
+        available_memory=free_memory(where) + resident,
         disk=2 * weights,
         free_disk=free,
         seconds=sum(step.seconds for step in steps) + evaluation,
         steps=steps,
         opens_in=_opens_in(recipe, Model(reshaped)),
+        device=device,
     )
 
 
@@ -148,6 +155,18 @@ def _parameters_after(recipe: Recipe, anatomy: Anatomy, before: int) -> int:
     return int(before * share) + added
 
 
+def _bytes_after(recipe: Recipe, anatomy: Anatomy, weights: int) -> int:
+    """Estimate the bytes of the result: pruning scales what the other steps make of the blocks."""
+    blocks = sum(count_bytes(block.module) for block in anatomy.blocks)
+    share, changed = 1.0, blocks
+    for step in recipe.steps:
+        budget = getattr(step, "budget", None)
+        if budget is not None and budget.measure in ("parameters", "bytes"):
+            share *= budget.keep
+        changed += step.bytes_change(anatomy)
+    return weights - blocks + int(share * changed)
+
+
 def _macs(anatomy: Anatomy) -> float:
     if any(part.kind == "channels" for part in anatomy.parts):
         size = getattr(anatomy.network.config, "image_size", None) or 224
@@ -155,12 +174,16 @@ def _macs(anatomy: Anatomy) -> float:
     return block_cost(anatomy, "macs", Workload())
 
 
-def matrix_speed(size: int = 1024, seconds: float = 0.3) -> float:
-    """Return the FLOP/s of a float32 matrix product on the CPU."""
-    left, right = torch.randn(size, size), torch.randn(size, size)
+def matrix_speed(device: torch.device, size: int = 1024, seconds: float = 0.3) -> float:
+    """Return the FLOP/s of a float32 matrix product on a device."""
+    size = size if device.type == "cpu" else 8 * size  # a small one would time the launch of its kernel
+    left, right = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     left @ right
+    wait()
     start, products = time.perf_counter(), 0
     while time.perf_counter() - start < seconds:
         left @ right
+        wait()
         products += 1
     return 2.0 * size**3 * products / (time.perf_counter() - start)
