@@ -11,7 +11,7 @@ from smelt.measure.multiple_choice import evaluate_multiple_choice
 from smelt.measure.perplexity import perplexity
 from smelt.measure.task import evaluate_task
 from smelt.models.model import Model
-from smelt.progress import NullProgress, Progress
+from smelt.progress import NullProgress, Progress, progress_bars
 
 __all__ = ["EvalResult", "evaluate", "measure_quality", "meets_threshold"]
 
@@ -26,8 +26,14 @@ _NAMES = {TextData: "plain text", LabeledData: "labeled rows", MultipleChoiceDat
 
 
 def evaluate(model: Model, data: Data, *, metric: str | None = None, **settings: Any) -> EvalResult:
-    """Measure perplexity on text, accuracy on multiple choice, or `metric` on labeled rows, passing on `settings`."""
+    """Measure perplexity on text, accuracy on multiple choice, or `metric` on labeled rows, passing on `settings`.
+
+    Progress is shown unless `progress` says otherwise.
+    """
     _check_fit(model, data)
+    if "progress" not in settings:
+        with progress_bars() as progress:
+            return evaluate(model, data, metric=metric, progress=progress, **settings)
     if isinstance(data, LabeledData):
         return evaluate_task(model, data, metric=metric, **settings)
     supported = "perplexity" if isinstance(data, TextData) else "accuracy"

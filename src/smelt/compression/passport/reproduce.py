@@ -28,7 +28,7 @@ from smelt.models.artifact import write_json
 from smelt.models.json_file import read_object
 from smelt.models.load import skeleton, source_files
 from smelt.models.model import Model
-from smelt.progress import Progress
+from smelt.progress import Progress, RunProgress
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Reproduction:
 
 
 def reproduce(
-    passport: Passport, inputs: Inputs, *, progress: Progress, say: Callable[[str], None], work_folder: Path | None
+    passport: Passport, inputs: Inputs, *, progress: RunProgress, say: Callable[[str], None], work_folder: Path | None
 ) -> Reproduction:
     """Repeat the run in a temporary folder with the recorded choices, after checking that its inputs are the same."""
     recorded = Recipe.parse(passport.recipe)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -35,7 +36,7 @@ from smelt.compression.recipe.inputs import (
     overlap_warning,
     split,
 )
-from smelt.compression.recipe.plan import plan
+from smelt.compression.recipe.plan import CompressionPlan, plan
 from smelt.compression.recipe.quality_gate import check_gate, refuse, run_gate, step_costs
 from smelt.compression.recipe.recipe import Recipe, parse_bytes
 from smelt.compression.recipe.record import (
@@ -59,13 +60,20 @@ from smelt.models.finite import find_non_finite
 from smelt.models.load import load, skeleton, source_files
 from smelt.models.model import Model
 from smelt.models.verify import verify
-from smelt.progress import NullProgress, Progress
+from smelt.progress import RunProgress, progress_bars
 from smelt.report.page import write_report
 from smelt.serve.engine.layer_timing import LayerTimer
 from smelt.serve.engine.throughput import RequestWorkload, explain_slowdown, measure_throughput, parse_workload
 from smelt.version import __version__
 
 Say = Callable[[str], None]
+log = logging.getLogger("smelt.compression")
+
+# Phases of a run, in order, around its steps.
+LOADING, BEFORE, AFTER = "loading", "measuring the source model", "measuring the result"
+SAVING, TIMING = "saving and verifying", "timing both models"
+STARTUP_SECONDS = 5.0  # of loading a model, or a clean process
+DISK_BYTES_PER_SECOND = 200e6
 
 
 @dataclass(frozen=True)
@@ -91,8 +99,8 @@ def compress(
     samples: list[str] | None = None,
     sign_key: Path | None = None,
     choices: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
-    say: Say = lambda _: None,
+    progress: RunProgress | None = None,
+    say: Say = log.info,
 ) -> CompressionResult:
     """Compress a model by a recipe, and verify that the result reloads.
 
@@ -102,18 +110,26 @@ def compress(
     the recipe is for the same workload. `samples` are prompts to complete before and after; None is one short prompt.
     With `offload` the model stays in host memory and its blocks are moved to the device one at a time. `sign_key` is a
     private key (PEM) to sign the result with. `choices` are those of the passport of an earlier run, to repeat them
-    instead of searching.
+    instead of searching. Progress is shown on standard error unless another reporter is given; `NullProgress()` shows
+    nothing.
     """
+    if progress is None:
+        with progress_bars() as shown:
+            return compress(
+                source, recipe, folder, resume=resume, device=device, offload=offload, speed=speed, workload=workload,
+                speed_seconds=speed_seconds, samples=samples, sign_key=sign_key, choices=choices, progress=shown,
+                say=say,
+            )  # fmt: skip
     folder = Path(folder)
     recipe = recipe.for_device(device)
     requests = parse_workload(workload)
     timing = (requests, speed_seconds) if speed else None
     work = WorkFolder(folder, source, say)
-    run = _Run(source, recipe, work, device, offload, requests, progress or NullProgress(), say)
+    run = _Run(source, recipe, work, device, offload, requests, progress, say)
     run.passport = PassportBuilder(source, recipe.to_json(), device, offload, sign_key, choices or {})
     with work.locked():
         unfinished = work.find_unfinished(run.identity, resume)
-        run.check()
+        run.check(timing)
         weights = run.weights()
         work.check_weights(unfinished, weights)
         model, batches, evaluation = run.inputs()
@@ -134,7 +150,7 @@ def compress(
 class _Run:
     def __init__(
         self, source: str, recipe: Recipe, work: WorkFolder, device: str, offload: bool, workload: RequestWorkload,
-        progress: Progress, say: Say,
+        progress: RunProgress, say: Say,
     ) -> None:  # fmt: skip
         self.workload = workload
         self.source, self.recipe, self.folder, self.device = source, recipe, work.out, device
@@ -170,9 +186,10 @@ class _Run:
     def times_layers(self) -> bool:
         return any(step.times_layers for step in self.recipe.steps)
 
-    def check(self) -> None:
-        """Check recipe, model configuration, data and resources before any weight is loaded."""
-        estimate = plan(self.source, self.recipe, self.folder)
+    def check(self, timing: tuple[RequestWorkload, float] | None) -> None:
+        """Check recipe, model configuration, data and resources before any weight is loaded; schedule the phases."""
+        estimate = plan(self.source, self.recipe, self.folder, device=self.device)
+        self.progress.schedule(_phases(estimate, timing))
         if self.device == "cpu":
             estimate.check()
         model = Model(skeleton(self.source))
@@ -205,6 +222,7 @@ class _Run:
         self.say(f"finished steps are kept in {self.work.path}; correct the later ones and add --resume")
 
     def inputs(self) -> tuple[Model, list[Batch], Data | None]:
+        self.progress.enter(LOADING)
         self.say(f"loading {self.source}")
         model = load(self.source, device=self.weights_device)
         broken = find_non_finite(model.network.state_dict().items())
@@ -235,6 +253,7 @@ class _Run:
         """Measure the model before any change; the result is checkpointed."""
         quality = None
         if evaluation is not None:
+            self.progress.enter(BEFORE)
             self.say(f"measuring the source model on {evaluation.name}")
             quality = self._checkpointed_quality("before", model, evaluation)
         return Before(measure_size(model, self.recipe), quality, sentences)
@@ -246,7 +265,9 @@ class _Run:
             model = load_artifact(self.work.path / f"step-{len(records) - 1}", device=self.weights_device)
             model.source = self.source
         for position, step in list(enumerate(self.recipe.steps))[len(records) :]:
-            self.say(f"step {position + 1} of {len(self.recipe.steps)}: {step.name}")
+            phase = _step_phase(position, step.name, len(self.recipe.steps))
+            self.progress.enter(phase)
+            self.say(phase)
             records.append(self._apply(step, model, batches, f"step-{position}"))
         self.model = model
         return records
@@ -341,6 +362,7 @@ class _Run:
     ) -> None:
         quality = None
         if evaluation is not None:
+            self.progress.enter(AFTER)
             self.say(f"measuring the result on {evaluation.name}")
             quality = self._checkpointed_quality("after", self.model, evaluation)
         self.work.check_weights(self.work.manifest, self.weights())  # what is compared is what was compressed
@@ -366,6 +388,7 @@ class _Run:
             self.record["quality"]["gate"] = verdict.to_json()
             if refused:
                 raise refuse(verdict, self.record, self.work.path)
+        self.progress.enter(SAVING)
         self.say("saving, and reloading in a clean process")
         del base
         with atomic_folder(self.folder, inside=self.work.path) as temporary:
@@ -382,6 +405,7 @@ class _Run:
 
     def _time_engines(self, folder: Path, workload: RequestWorkload, seconds: float) -> None:
         """Time the saved model and its source as they are served."""
+        self.progress.enter(TIMING)
         self.say(f"timing both models in the engine, up to {seconds:g} s each")
         try:
             new = measure_throughput(str(folder), workload, device=self.device, seconds=seconds)
@@ -421,6 +445,23 @@ class _Run:
 
 def _completes_text(model: Model) -> bool:
     return model.task == "language" and model.tokenizer is not None
+
+
+def _phases(estimate: CompressionPlan, timing: tuple[RequestWorkload, float] | None) -> dict[str, float]:
+    """Return the phases of a run with their planned seconds."""
+    disk = STARTUP_SECONDS + estimate.bytes / DISK_BYTES_PER_SECOND
+    evaluation = max(0.0, estimate.seconds - sum(step.seconds for step in estimate.steps))
+    steps = {
+        _step_phase(position, step.method, len(estimate.steps)): step.seconds
+        for position, step in enumerate(estimate.steps)
+    }
+    speed = {} if timing is None else {TIMING: 2 * timing[1]}
+    # The result is compared by perplexity and by divergence, which runs both models.
+    return {LOADING: disk, BEFORE: evaluation / 4, **steps, AFTER: 3 * evaluation / 4, SAVING: 2 * disk, **speed}
+
+
+def _step_phase(position: int, method: str, steps: int) -> str:
+    return f"step {position + 1} of {steps}: {method}"
 
 
 def _tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
