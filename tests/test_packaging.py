@@ -86,7 +86,7 @@ def test_the_installed_wheel_works_without_the_repository(wheel: Path, tmp_path:
     here, there = (subprocess_output([each, "-c", PURELIB], tmp_path) for each in (sys.executable, python))
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)]
     subprocess.run(install, check=True)
-    # Such a path follows the own packages of the environment, and .pth files inside it (editable installs) are not read.
+    # Such a path follows the packages of the environment itself; .pth files in it (editable installs) are not read.
     (Path(there) / "dependencies.pth").write_text(here + "\n")
     config = transformers.LlamaConfig(**{**DECODER, "vocab_size": len(VOCABULARY)})
     build_network(transformers.LlamaForCausalLM, config).save_pretrained(tmp_path / "model")
