@@ -61,7 +61,7 @@ class LinearKernel(ABC):
     """One way to compute `x W^T + b` with a packed W."""
 
     name: ClassVar[str]
-    quantizes_inputs: ClassVar[bool] = False  # multiplies the codes of quantized inputs
+    quantizes_inputs: ClassVar[bool] = False  # multiplies the codes of weights and inputs, not their values
 
     @abstractmethod
     def supports(self, packed: PackedMatrix, inputs: ActivationQuant | None, dtype: torch.dtype) -> bool:
@@ -74,6 +74,10 @@ class LinearKernel(ABC):
     def dequantizes(self, packed: PackedMatrix) -> bool:
         """Return whether every product dequantizes the matrix first: doing it once is faster, if memory allows."""
         return False
+
+    def dequantize(self, packed: PackedMatrix, prepared: Any, dtype: torch.dtype) -> Tensor:
+        """Return the dense matrix [rows, columns]."""
+        return packed.unpack().dequantize().to(dtype)
 
     @abstractmethod
     def run(

@@ -7,6 +7,7 @@ assuming balanced routing. Low-rank factors of a quantized layer count like othe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -15,7 +16,9 @@ import torch
 from torch import nn
 
 from smelt.models.anatomy import Anatomy, Part, Projection
-from smelt.models.quantized import QuantizedLinear, quantized_layers
+from smelt.models.quantized import QuantizedConv, QuantizedLinear, quantized_layers
+
+_CONVOLUTIONS = (nn.Conv2d, QuantizedConv)
 
 CostMetric = Literal["parameters", "macs", "bytes"]
 
@@ -177,13 +180,21 @@ def _convolution_cost(anatomy: Anatomy, counts: Sequence[int], measure: CostMetr
     inputs = {id(p.output.module): count for p, count in zip(anatomy.parts, counts, strict=True)}
     positions = _output_positions(anatomy, workload) if measure == "macs" else {}
     total = 0.0 if measure == "macs" else float(block_parameters(anatomy))
-    for module in (m for block in anatomy.blocks for m in block.module.modules() if isinstance(m, nn.Conv2d)):
-        rows, columns = module.weight.shape[:2]
-        size = outputs.get(id(module), rows) * inputs.get(id(module), columns) * module.weight[0, 0].numel()
-        total += size * positions[id(module)] if measure == "macs" else size - module.weight.numel()
+    for module in (m for block in anatomy.blocks for m in block.module.modules() if isinstance(m, _CONVOLUTIONS)):
+        rows, columns, *kernel = _weight_shape(module)
+        size = outputs.get(id(module), rows) * inputs.get(id(module), columns) * math.prod(kernel)
+        total += size * positions[id(module)] if measure == "macs" else size - rows * columns * math.prod(kernel)
     if measure != "macs":  # the norms of the removed channels
         total -= sum(2 * (part.units - count) for part, count in zip(anatomy.parts, counts, strict=True))
     return total if measure != "bytes" else total * anatomy.parts[0].output.weight.element_size()
+
+
+def _weight_shape(convolution: nn.Module) -> tuple[int, ...]:
+    """Return the shape of the weight: [out channels, in channels per group, height, width]."""
+    if isinstance(convolution, QuantizedConv):
+        return convolution.shape.weight_shape
+    weight: torch.Tensor = convolution.weight  # type: ignore[assignment]
+    return tuple(weight.shape)
 
 
 @torch.no_grad()
@@ -197,7 +208,7 @@ def _output_positions(anatomy: Anatomy, workload: Workload) -> dict[int, int]:
     hooks = [
         module.register_forward_hook(record_size)
         for module in anatomy.network.modules()
-        if isinstance(module, nn.Conv2d)
+        if isinstance(module, _CONVOLUTIONS)
     ]
     parameter = next(anatomy.network.parameters())
     image = torch.zeros(

@@ -8,6 +8,7 @@ Each expert of a mixture is a part of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -28,7 +29,7 @@ from smelt.models.families import (
     Residual,
     family_of,
 )
-from smelt.models.quantized import QuantizedLinear
+from smelt.models.quantized import QuantizedConv, QuantizedLinear
 
 PartKind = Literal["heads", "ffn_channels", "channels"]
 
@@ -63,14 +64,16 @@ class Projection:
 
     @property
     def in_features(self) -> int:
-        """The number of inputs."""
+        """The number of inputs: of a convolution, the channels per group."""
         if isinstance(self.module, QuantizedLinear):
-            return self.module.in_features
+            return self.module.in_features // self.kernel_elements
         return int(self.module.weight.shape[0 if self.transposed else 1])
 
     @property
     def kernel_elements(self) -> int:
         """The number of weights per (input, output) pair: the kernel size of a convolution, else 1."""
+        if isinstance(self.module, QuantizedConv):
+            return math.prod(self.module.shape.kernel)
         return int(self.module.weight[0, 0].numel()) if isinstance(self.module, nn.Conv2d) else 1
 
     @property

@@ -1,4 +1,4 @@
-"""Linear layers with a quantized weight, and how they replace the layers of a network.
+"""Linear layers and convolutions with a quantized weight, and how they replace the layers of a network.
 
 A `QuantizationScheme` describes such a layer as plain data, enough to allocate it before its tensors are loaded. A
 kernel computes the matmul; `backend` names the selected kernel.
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from smelt.errors import FormatError, ModelError
+from smelt.kernels.conv import ConvShape, fake_quantize_images, im2col_conv, product_inputs
 from smelt.kernels.dispatch import forced_backend
 from smelt.kernels.hadamard import hadamard_transform
 from smelt.kernels.linear import ActivationQuant, LinearKernel, PackedMatrix, select_kernel
@@ -30,6 +31,7 @@ NO_BACKEND, DEQUANTIZED = "none yet", "dequantized at load"  # of a layer withou
 STATIC_SCALE = "input_scale"
 QPARAM_NAMES = ("scale", "zero", "negative", "tensor")
 LOW_RANK_NAMES = ("down", "up")
+_QUANTIZABLE = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d)
 
 
 @dataclass(frozen=True)
@@ -129,13 +131,17 @@ class QuantizedLinear(nn.Module):
         """Create a layer from a quantized matrix. A static scale is set later; until then it is dynamic."""
         rows, columns = quantized.codes.shape
         layer = cls(columns, rows, scheme, bias=bias is not None, dtype=dtype)
-        for name, tensor in quantized.pack().items():
-            setattr(layer, name, tensor.contiguous())
-        if scheme.static:
-            setattr(layer, STATIC_SCALE, None)
-        if bias is not None:
-            layer.bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
+        layer.set_tensors(quantized, bias)
         return layer
+
+    def set_tensors(self, quantized: QuantizedTensor, bias: Tensor | None) -> None:
+        """Set the matrix and the bias; a static scale is then unset."""
+        for name, tensor in quantized.pack().items():
+            setattr(self, name, tensor.contiguous())
+        if self.scheme.static:
+            setattr(self, STATIC_SCALE, None)
+        if self.bias is not None and bias is not None:
+            self.bias = nn.Parameter(bias.detach().to(self.bias.dtype), requires_grad=False)
 
     def set_static_input_scale(self, amax: Tensor) -> None:
         """Set the static scale from each input's largest magnitude over the calibration data."""
@@ -243,7 +249,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dequantized weight [out, in], recomputed on every access."""
+        """The dequantized weight as a matrix [out, in], recomputed on every access."""
         return self.packed.unpack().dequantize()
 
     @property
@@ -294,9 +300,58 @@ class QuantizedLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, {self.scheme.to_json()}"
 
 
+class QuantizedConv(QuantizedLinear):
+    """Quantized replacement for a Conv1d or Conv2d: its weight is the matrix that unfolded images are multiplied with.
+
+    Images have one activation scale each, or a static one. An integer product runs on unfolded images with the kernels
+    of linear layers. All other convolutions (float inputs, groups) run with a dequantized weight, which is much smaller
+    than what they compute.
+    """
+
+    def __init__(self, shape: ConvShape, scheme: QuantizationScheme, *, bias: bool, dtype: torch.dtype) -> None:
+        if scheme.hadamard or scheme.rank:
+            raise ModelError("a quantized convolution has no rotated inputs and no low-rank factors.")
+        super().__init__(shape.columns, shape.out_channels, scheme, bias=bias, dtype=dtype)
+        self.shape = shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        rounded = self.shape.images(x if self.round_inputs is None else self.round_inputs(x))
+        inputs, weight, selected = self.inputs, self._dequantized, None
+        if weight is None:
+            selected = self._select_kernel(x.dtype)
+        if selected is not None and selected.inputs is not None and not (x.requires_grad and torch.is_grad_enabled()):
+            assert inputs is not None
+            y = im2col_conv(
+                rounded, self.shape, self.packed, inputs, self.bias, selected.kernel, selected.prepared
+            )  # fmt: skip
+        else:
+            if selected is not None:
+                weight = selected.kernel.dequantize(self.packed, selected.prepared, x.dtype)
+            assert weight is not None
+            rounded = rounded if inputs is None else fake_quantize_images(inputs, rounded)
+            y = self.shape.convolve(rounded, weight, self.bias)
+        return self.shape.outputs(y, x)
+
+    @torch.compiler.assume_constant_result
+    def _select_kernel(self, dtype: torch.dtype) -> _SelectedKernel:
+        """Return the kernel of an integer product of unfolded images; else, without inputs, one that dequantizes."""
+        key = (dtype, forced_backend(), self.round_inputs is None, *map(id, self._buffers.values()))
+        if self._selected is None or self._selected.key != key:
+            packed = self.packed
+            inputs = product_inputs(self.inputs, self.shape, packed.device)
+            kernel = select_kernel(packed, inputs, dtype)
+            if not kernel.quantizes_inputs:
+                inputs, kernel = None, select_kernel(packed, None, dtype)
+            self._selected = _SelectedKernel(key, kernel, packed, inputs, kernel.prepare(packed, inputs))
+        return self._selected
+
+    def extra_repr(self) -> str:
+        return f"{self.shape}, {self.scheme.to_json()}"
+
+
 def lacks_kernel(layer: QuantizedLinear, dtype: torch.dtype) -> bool:
     """Return whether every forward would dequantize the weights first. False while a backend is forced."""
-    if forced_backend() or layer.moved:
+    if forced_backend() or layer.moved or isinstance(layer, QuantizedConv):
         return False
     return select_kernel(layer.packed, layer.inputs, dtype).dequantizes(layer.packed)
 
@@ -353,9 +408,28 @@ def dequantized_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[dict[
 
 
 def linear_weight(module: nn.Module) -> Tensor:
-    """Return a view of the weight of a Linear or Conv1D as [out, in]."""
+    """Return the weight of a Linear or Conv1D as [out, in], a view; that of a convolution as the matrix that unfolded
+    images are multiplied with, a copy."""
     weight: Any = module.weight
+    if isinstance(module, nn.Conv1d | nn.Conv2d):
+        return ConvShape.of(module).to_matrix(weight)
     return weight.T if isinstance(module, Conv1D) else weight
+
+
+def conv_shape(module: nn.Module) -> ConvShape | None:
+    """Return the shape of a convolution, quantized or not; None of any other module."""
+    if isinstance(module, QuantizedConv):
+        return module.shape
+    return ConvShape.of(module) if isinstance(module, nn.Conv1d | nn.Conv2d) else None
+
+
+def quantized_replacement(module: Any, scheme: QuantizationScheme) -> QuantizedLinear:
+    """Return the quantized layer that replaces a Linear, Conv1D or convolution, without tensors."""
+    bias, dtype = module.bias is not None, module.weight.dtype
+    if isinstance(module, nn.Conv1d | nn.Conv2d):
+        return QuantizedConv(ConvShape.of(module), scheme, bias=bias, dtype=dtype)
+    rows, columns = linear_weight(module).shape
+    return QuantizedLinear(columns, rows, scheme, bias=bias, dtype=dtype)
 
 
 def replace_module(network: nn.Module, path: str, new: nn.Module) -> None:
@@ -403,12 +477,9 @@ def prepare_quantized_layers(network: nn.Module, schemes: Any, where: str) -> No
     """Replace the named layers of a freshly built network by quantized ones without tensors."""
     if not isinstance(schemes, dict):
         raise ModelError(f"{where}: the list of quantized layers is invalid.")
-    plain = {path: module for path, module in network.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    plain = {path: module for path, module in network.named_modules() if isinstance(module, _QUANTIZABLE)}
     for path, description in schemes.items():
         if path not in plain:
-            raise ModelError(f"{where}: {path} is not a linear layer of this network.")
-        rows, columns = linear_weight(plain[path]).shape
+            raise ModelError(f"{where}: {path} is not a linear layer or convolution of this network.")
         scheme = QuantizationScheme.from_json(description, where)
-        dtype = plain[path].weight.dtype
-        bias = plain[path].bias is not None
-        replace_module(network, path, QuantizedLinear(columns, rows, scheme, bias=bias, dtype=dtype))
+        replace_module(network, path, quantized_replacement(plain[path], scheme))

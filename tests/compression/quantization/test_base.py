@@ -281,11 +281,6 @@ def test_quantizing_twice_is_refused() -> None:
         METHODS.build({"method": "rtn", **SMALL}).apply(model, MethodContext())
 
 
-def test_convolutions_are_refused() -> None:
-    with pytest.raises(ModelError, match="made of convolutions"):
-        quantize_tiny("resnet", {"method": "rtn", **SMALL})
-
-
 @pytest.mark.parametrize("method", NEED_DATA)
 def test_missing_data_is_reported_at_once(method: str) -> None:
     with pytest.raises(DataError, match=f"{method} needs calibration data"):

@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 from smelt.compression.calibration.block_inputs import BlockInputs, StopForward
 from smelt.compression.calibration.expert_routing import track_routing
+from smelt.kernels.conv import ConvShape
 from smelt.models.anatomy import Block
+from smelt.models.quantized import conv_shape
 
-Observer = Callable[[Tensor], None]  # called with inputs [rows, columns] of unpadded tokens
+# Called with inputs [rows, columns] of unpadded tokens; with [rows, groups, columns] for a convolution with groups.
+Observer = Callable[[Tensor], None]
 
 
 @torch.no_grad()
@@ -29,7 +32,9 @@ def observe(
 
     def hook(observer: Observer) -> Any:
         def before(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            observer(routing.unpadded_rows(module, args[0].detach(), mask))
+            x = args[0].detach()
+            shape = conv_shape(module)
+            observer(_unfolded_rows(x, shape) if shape is not None else routing.unpadded_rows(module, x, mask))
             if module is stop_at:
                 raise StopForward
 
@@ -47,8 +52,17 @@ def observe(
                 handle.remove()
 
 
+def _unfolded_rows(x: Tensor, shape: ConvShape) -> Tensor:
+    """Return the inputs of every output position of a convolution: [rows, columns], or [rows, groups, columns]."""
+    rows = shape.unfold(shape.images(x))
+    return rows[:, 0] if shape.groups == 1 else rows
+
+
 class HessianObserver:
-    """Accumulate 2 E[x x^T] over all rows: the Hessian of a layer's squared error, as in GPTQ."""
+    """Accumulate 2 E[x x^T] over all rows: the Hessian of a layer's squared error, as in GPTQ.
+
+    A convolution with groups has one for each, [groups, columns, columns].
+    """
 
     def __init__(self) -> None:
         self.matrix: Tensor | None = None
@@ -57,7 +71,7 @@ class HessianObserver:
     def __call__(self, x: Tensor) -> None:
         if not len(x):
             return
-        product = gram(x)
+        product = gram(x) if x.dim() == 2 else torch.einsum("rgi,rgj->gij", x.float(), x.float())
         total = self.rows + len(x)
         if self.matrix is None:
             self.matrix = product.mul_(2 / total)

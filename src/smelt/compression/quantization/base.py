@@ -41,20 +41,24 @@ from smelt.models.anatomy import Anatomy, Block
 from smelt.models.model import Model
 from smelt.models.quantized import (
     QuantizationScheme,
-    QuantizedLinear,
     dequantized_weights,
     prepare_quantized_layers,
     quantized_layers,
+    quantized_replacement,
     replace_module,
 )
 from smelt.numerics.catalog import format_name, get_format
-from smelt.numerics.format import PER_TENSOR, Format, QuantizedTensor
+from smelt.numerics.format import PER_ROW, PER_TENSOR, Format, QuantizedTensor
 from smelt.numerics.integer import Integer
 
 
 @dataclass(frozen=True)
 class Quantization(Method):
-    """Quantize the linear layers of the blocks."""
+    """Quantize the linear layers and convolutions of the blocks.
+
+    A convolution has one scale per output channel unless `group_size` divides its weights, and one activation scale per
+    image.
+    """
 
     bits: int = 4  # per weight
     group_size: int = renamed("group", default=128)  # weights of a row that share a scale; -1: per-channel
@@ -105,6 +109,7 @@ class Quantization(Method):
     offloads: ClassVar[bool] = True
     teacher: ClassVar[bool] = False  # needs the outputs of the original blocks
     any_format: ClassVar[bool] = True  # `quantize` takes each group's format from the work, whichever it is
+    convolutions: ClassVar[bool] = False  # quantizes convolutions, too
 
     def prepare(self, model: Model, context: MethodContext) -> Any:
         """Process the network before the first block; the result is passed on as `BlockWork.prepared`."""
@@ -132,7 +137,15 @@ class Quantization(Method):
 
     def group_scheme(self, group: LayerGroup, prepared: Any) -> QuantizationScheme:
         """Return how the layers of a group will be quantized."""
-        return self.scheme
+        return self._default_scheme(group)
+
+    def _default_scheme(self, group: LayerGroup) -> QuantizationScheme:
+        """Return the scheme of the settings; a convolution that groups do not divide has one scale per channel."""
+        weight = self.weight_format
+        if not group.is_convolution or type(weight) is not Integer or weight.group_size <= 0:
+            return self.scheme
+        whole = group.columns % weight.group_size == 0
+        return self.scheme if whole else replace(self.scheme, weight=weight.with_group_size(PER_ROW))
 
     def report(self, prepared: Any, network: nn.Module) -> dict[str, Any]:
         """Return additional facts from the result of `prepare` and the quantized network."""
@@ -143,12 +156,22 @@ class Quantization(Method):
 
     def check(self, anatomy: Anatomy) -> None:
         """Raise, before any work starts, if this network cannot be quantized with these settings."""
-        if any(part.kind == "channels" for part in anatomy.parts):
-            raise ModelError(f"{self.name} quantizes linear layers; this network is made of convolutions.")
+        groups = [group for block in anatomy.blocks for group in layer_groups(block)]
+        convolutions = [group for group in groups if group.is_convolution]
+        if convolutions and not self.convolutions:
+            raise ModelError(
+                f"{self.name} quantizes linear layers, and {convolutions[0].path} is a convolution; use rtn, hqq or "
+                "gptq."
+            )
+        if convolutions and self.input_format is not None and self.input_format.group_size > 0:
+            raise RecipeError(
+                f"{self.name}: a convolution has one activation scale per image, and {self.input_activations} has one "
+                "per group; use int8."
+            )
         if quantized_layers(anatomy.network):
             raise ModelError("this model is quantized already; quantize the model it was made from.")
         size = self.input_multiple
-        for layer in (layer for block in anatomy.blocks for group in layer_groups(block) for layer in group.layers):
+        for layer in (layer for group in groups if not group.is_convolution for layer in group.layers):
             columns = layer.weight.shape[1]
             if columns % size:
                 fitting = [str(g) for g in (256, 128, 64, 32, 16) if columns % g == 0]
@@ -164,9 +187,8 @@ class Quantization(Method):
         return size if size > 0 and not self.allow_partial_group else 1
 
     def reshape(self, anatomy: Anatomy, undecided: Mapping[str, UndecidedWidth]) -> Mapping[str, UndecidedWidth]:
-        scheme = self.scheme.to_json()
         groups = [group for block in anatomy.blocks for group in layer_groups(block)]
-        schemes = {layer.path: scheme for group in groups for layer in group.layers}
+        schemes = {layer.path: self._default_scheme(group).to_json() for group in groups for layer in group.layers}
         prepare_quantized_layers(anatomy.network, schemes, "the plan")
         return undecided
 
@@ -188,7 +210,7 @@ class Quantization(Method):
             return ResourceEstimate()
         rows = 4 * size.tokens * anatomy.parts[0].output.out_features
         stored = rows if memory_limit is None else min(rows, memory_limit)
-        widest = max(part.output.in_features for part in anatomy.parts)
+        widest = max(group.columns for block in anatomy.blocks for group in layer_groups(block))
         # All Hessians of a block exist at once, which with many experts exceeds the need of the widest layer.
         hessians = max(sum(group.columns**2 for group in layer_groups(block)) for block in anatomy.blocks)
         return ResourceEstimate(passes=2.0, memory=stored + 4 * max(5 * widest**2, hessians + 2 * widest**2))
@@ -228,7 +250,13 @@ class BlockWork:
         """Feed each group's inputs to its observer in one pass, which ends at the last one: list them in run order."""
         assert self.block_inputs is not None
         observers_by_module = {group.input_module: observer for group, observer in observers}
-        observe(self.block_inputs, self.block, observers_by_module, stop_at=observers[-1][0].input_module)
+        last = observers[-1][0]
+        observe(
+            self.block_inputs,
+            self.block,
+            observers_by_module,
+            stop_at=None if last.is_convolution else last.input_module,  # convolutions are in no certain order
+        )
 
     def replace_layers(self, group: LayerGroup, quantized: Sequence[QuantizedTensor]) -> None:
         """Replace the layers of a group with quantized ones."""
@@ -237,9 +265,8 @@ class BlockWork:
                 raise ModelError(f"{layer.path} has values out of the range of {format_name(matrix.format)} scales.")
             scheme = replace(self.schemes[group.path], weight=matrix.format)
             error = _relative_error(layer.weight, matrix)
-            quantized_layer = QuantizedLinear.from_quantized(
-                matrix, scheme, bias=layer.module.bias, dtype=layer.weight.dtype
-            )
+            quantized_layer = quantized_replacement(layer.module, scheme)
+            quantized_layer.set_tensors(matrix, layer.module.bias)
             replace_module(self.network, layer.path, quantized_layer)
             tokens = {"tokens": self.tokens[group.part.path]} if group.part.path in self.tokens else {}
             self.facts[layer.path] = {"scheme": scheme.to_json(), "relative_error": error, **tokens}

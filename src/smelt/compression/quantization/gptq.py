@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from smelt.compression.base import METHODS, within
 from smelt.compression.calibration.observers import HessianObserver
@@ -22,6 +23,8 @@ class Gptq(Quantization):
     act_order: bool = True  # quantize columns in order of decreasing Hessian diagonal, with fixed qparams
     range_search: bool = renamed("search", default=False)  # choose each group's range to minimize |error|^2.4
     sequential: bool = False  # within a block, calibrate each layer on the quantized layers before it
+
+    convolutions: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

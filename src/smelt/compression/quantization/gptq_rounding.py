@@ -51,9 +51,10 @@ def round_group(
     if is_unreached(group, hessian_observer.matrix):
         return [round_to_nearest(layer.weight, number_format, search) for layer in group.layers]
     hessian = observed(group.path, hessian_observer.matrix)
-    quantize = partial(
-        gptq, hessian=hessian, number_format=number_format, damping=damping, act_order=act_order, search=search
-    )
+    quantize = partial(gptq, number_format=number_format, damping=damping, act_order=act_order, search=search)
+    if hessian.dim() == 3:
+        return [_round_grouped_convolution(group.layers[0].weight.detach(), hessian, quantize)]
+    quantize = partial(quantize, hessian=hessian)
     if number_format.group_size == PER_TENSOR:
         return [quantize(layer.weight.detach()) for layer in group.layers]
     matrix = quantize(group.stacked())
@@ -65,6 +66,24 @@ def round_group(
         QuantizedTensor(number_format, codes, QuantParams(**{name: parts[index] for name, parts in qparams.items()}))
         for index, codes in enumerate(group.split(matrix.codes))
     ]
+
+
+def _round_grouped_convolution(
+    weight: Tensor, hessians: Tensor, quantize: Callable[..., QuantizedTensor]
+) -> QuantizedTensor:
+    """Quantize the output channels of each group of a convolution with the Hessian of their own input channels.
+
+    `weight` is [out, columns], `hessians` [groups, columns, columns].
+    """
+    parts = [
+        quantize(rows, hessian=hessian) for rows, hessian in zip(weight.chunk(len(hessians)), hessians, strict=True)
+    ]
+    first = parts[0].qparams.tensors()
+    qparams = {
+        name: tensor if name == "tensor" else torch.cat([getattr(part.qparams, name) for part in parts])
+        for name, tensor in first.items()
+    }
+    return QuantizedTensor(parts[0].format, torch.cat([part.codes for part in parts]), QuantParams(**qparams))
 
 
 @torch.no_grad()

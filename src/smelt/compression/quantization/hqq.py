@@ -30,6 +30,7 @@ class Hqq(Quantization):
     iterations: int = 20  # at most; stops when the mean error no longer decreases
 
     any_format: ClassVar[bool] = False
+    convolutions: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,15 +46,17 @@ class Hqq(Quantization):
 
     def quantize(self, work: BlockWork) -> None:
         for group in work.groups:
-            work.replace_layers(group, [self.quantize_matrix(layer.weight) for layer in group.layers])
+            number_format = work.weight_format(group)
+            assert isinstance(number_format, Integer)
+            work.replace_layers(group, [self.quantize_matrix(layer.weight, number_format) for layer in group.layers])
 
     @torch.no_grad()
-    def quantize_matrix(self, weight: Tensor) -> QuantizedTensor:
+    def quantize_matrix(self, weight: Tensor, number_format: Integer | None = None) -> QuantizedTensor:
         """Quantize a matrix [out, in] by half-quadratic splitting.
 
         Each iteration shrinks the error to its sparse part, then recomputes the zero point as a mean.
         """
-        number_format = self.weight_format
+        number_format = number_format or self.weight_format
         grouped = number_format.split_groups(weight)
         low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
         inverse = torch.where(high == low, 1.0, (number_format.qmax / (high - low)).clamp(max=MAX_INVERSE_SCALE))

@@ -1,4 +1,4 @@
-"""Linear layers of a block, grouped by shared input: q, k, v together, then o; gate and up, then down.
+"""Layers of a block, grouped by shared input: q, k, v together, then o; gate and up, then down; each convolution alone.
 
 Each expert of a mixture has its own groups, which see the tokens routed to it.
 """
@@ -20,14 +20,14 @@ from smelt.models.quantized import linear_weight, quantized_layers
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """One linear layer and its path in the network."""
+    """One linear layer or convolution and its path in the network."""
 
-    module: Any  # Linear or Conv1D
+    module: Any  # Linear, Conv1D or convolution
     path: str
 
     @property
     def weight(self) -> Tensor:
-        """Return the weight [out, in], a view of the layer's storage."""
+        """Return the weight [out, in], a view of the layer's storage; of a convolution a copy."""
         return linear_weight(self.module)
 
 
@@ -59,6 +59,10 @@ class LayerGroup:
         return self.layers[0].path
 
     @property
+    def is_convolution(self) -> bool:
+        return isinstance(self.layers[0].module, nn.Conv1d | nn.Conv2d)
+
+    @property
     def columns(self) -> int:
         return int(self.layers[0].weight.shape[1])
 
@@ -72,14 +76,17 @@ class LayerGroup:
 
 
 def layer_groups(block: Block) -> list[LayerGroup]:
-    """Return the groups of a block in execution order."""
+    """Return the groups of a block in execution order; convolutions last, each a group of its own."""
     groups = []
     for part in block.parts:
-        if not part.units:
+        if not part.units or part.kind == "channels":
             continue
         projections = {projection.path: projection.module for projection in part.input_projections}
         groups.append(LayerGroup(part, True, tuple(LinearLayer(module, path) for path, module in projections.items())))
         groups.append(LayerGroup(part, False, (LinearLayer(part.output.module, part.output.path),)))
+    for name, module in block.module.named_modules():
+        if isinstance(module, nn.Conv1d | nn.Conv2d):
+            groups.append(LayerGroup(block.parts[0], False, (LinearLayer(module, f"{block.path}.{name}"),)))
     return groups
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from smelt.compression.base import METHODS
 from smelt.compression.quantization.base import BlockWork, Quantization
@@ -16,6 +17,8 @@ class RoundToNearest(Quantization):
     """Use at 8 bits, or for a fast result without calibration data: rounds each weight to the nearest value."""
 
     range_search: bool = renamed("search", default=False)  # choose each group's range to minimize |error|^2.4
+
+    convolutions: ClassVar[bool] = True
 
     def quantize(self, work: BlockWork) -> None:
         for group in work.groups:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from smelt.kernels.cpu import operator
 from smelt.kernels.cpu.plan import FLOAT_TYPES, LinearPlan, make_linear_plan, supports_format, supports_inputs
-from smelt.kernels.linear import REFERENCE, ActivationQuant, LinearKernel, PackedMatrix
+from smelt.kernels.linear import ActivationQuant, LinearKernel, PackedMatrix
 
 
 @dataclass
@@ -61,13 +61,16 @@ class FloatLinear(LinearKernel):
             return torch.ops.smelt.cpu_linear(x, *tensors, bias, scale, prepared.formats)
         return operator.run(self.library, prepared.tasks[x.dtype], x, bias)
 
+    def dequantize(self, packed: PackedMatrix, prepared: Prepared, dtype: torch.dtype) -> Tensor:
+        if torch.compiler.is_compiling():
+            return super().dequantize(packed, prepared, dtype)
+        return operator.dequantize_rows(self.library, prepared.tasks[dtype], 0, packed.rows, dtype)
+
     def _dense(
         self, x: Tensor, packed: PackedMatrix, inputs: ActivationQuant | None, bias: Tensor | None, prepared: Prepared
     ) -> Tensor:
         """Multiply with the dequantized matrix, so that gradients pass through."""
-        if torch.compiler.is_compiling():
-            return REFERENCE.run(x, packed, inputs, bias, None)
-        weight = operator.dequantize_rows(self.library, prepared.tasks[x.dtype], 0, packed.rows, x.dtype)
+        weight = self.dequantize(packed, prepared, x.dtype)
         return F.linear(x if inputs is None else inputs.fake_quantize(x), weight, bias)
 
 

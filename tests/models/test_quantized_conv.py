@@ -1,0 +1,134 @@
+"""Quantized convolutions agree with a plain convolution of the dequantized weight, in every shape and format."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from smelt.errors import ModelError
+from smelt.kernels.conv import ConvShape, reference_conv
+from smelt.kernels.dispatch import use_backend
+from smelt.models.quantized import (
+    QuantizationScheme,
+    QuantizedConv,
+    linear_weight,
+    prepare_quantized_layers,
+    quantized_replacement,
+)
+from smelt.numerics.catalog import get_format
+from smelt.numerics.format import PER_TENSOR
+from smelt.numerics.integer import Integer
+
+SHAPES: dict[str, tuple[type[nn.Module], dict[str, object], tuple[int, ...]]] = {
+    "3x3": (nn.Conv2d, {"in_channels": 16, "out_channels": 24, "kernel_size": 3, "padding": 1}, (9, 7)),
+    "stride": (nn.Conv2d, {"in_channels": 5, "out_channels": 7, "kernel_size": 3, "stride": 2, "padding": 1}, (11, 8)),
+    "1x1": (nn.Conv2d, {"in_channels": 8, "out_channels": 4, "kernel_size": 1, "stride": 2, "bias": False}, (5, 5)),
+    "patches": (nn.Conv2d, {"in_channels": 3, "out_channels": 10, "kernel_size": 4, "stride": 4}, (12, 16)),
+    "uneven": (
+        nn.Conv2d,
+        {
+            "in_channels": 6, "out_channels": 9, "kernel_size": (3, 5), "stride": (1, 3), "padding": (2, 0),
+            "dilation": (2, 1),
+        },
+        (10, 13),
+    ),
+    "same": (nn.Conv2d, {"in_channels": 4, "out_channels": 6, "kernel_size": (2, 4), "padding": "same"}, (6, 9)),
+    "groups": (nn.Conv2d, {"in_channels": 12, "out_channels": 18, "kernel_size": 3, "groups": 3}, (6, 6)),
+    "depthwise": (
+        nn.Conv2d, {"in_channels": 8, "out_channels": 8, "kernel_size": 3, "padding": 1, "groups": 8}, (7, 7),
+    ),
+    "1-d": (nn.Conv1d, {"in_channels": 10, "out_channels": 12, "kernel_size": 3, "stride": 2, "padding": 1}, (21,)),
+    "1-d dilated": (nn.Conv1d, {"in_channels": 4, "out_channels": 5, "kernel_size": 2, "dilation": 3}, (9,)),
+}  # fmt: skip
+INPUTS = {"float": (None, False), "dynamic": ("int8", False), "static": ("int8", True), "int4": ("int4", True)}
+
+
+def build(name: str) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(len(name))
+    kind, settings, size = SHAPES[name]
+    module = kind(**settings)
+    return module, torch.randn(3, settings["in_channels"], *size)  # type: ignore[arg-type]
+
+
+def quantized(module: nn.Module, weight: Integer, inputs: str, x: Tensor) -> QuantizedConv:
+    format_name, static = INPUTS[inputs]
+    input_format = None if format_name is None else get_format(format_name)
+    if input_format is not None and static:
+        input_format = input_format.with_group_size(PER_TENSOR)
+    layer = quantized_replacement(module, QuantizationScheme(weight, input_format, static))
+    assert isinstance(layer, QuantizedConv)
+    layer.set_tensors(weight.quantize(linear_weight(module).detach()), module.bias)  # type: ignore[arg-type]
+    if static:
+        layer.set_static_input_scale(x.abs().amax()[None])
+    return layer
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_unfolded_images_times_the_matrix_are_the_convolution(name: str) -> None:
+    module, x = build(name)
+    shape = ConvShape.of(module)
+    rows = shape.unfold(shape.images(x))  # [positions, groups, columns]
+    matrix = shape.to_matrix(module.weight).view(shape.groups, -1, shape.columns)  # type: ignore[arg-type]
+    products = torch.einsum("pgc,goc->pgo", rows, matrix).flatten(1)
+    expected = module(x)
+    bias = 0 if module.bias is None else module.bias
+    actual = (products + bias).view(len(x), -1, shape.out_channels).transpose(1, 2).reshape(expected.shape)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(shape.to_weight(shape.to_matrix(module.weight)).reshape(module.weight.shape), module.weight)
+
+
+@pytest.mark.parametrize(("name", "inputs"), itertools.product(SHAPES, INPUTS))
+@pytest.mark.parametrize("weight", [Integer(-1, "float16", 8, True), Integer(-1, "float16", 4, False)], ids=str)
+def test_every_backend_agrees_with_the_reference(name: str, inputs: str, weight: Integer) -> None:
+    module, x = build(name)
+    layer = quantized(module, weight, inputs, x)
+    shape = layer.shape
+    expected = shape.outputs(reference_conv(shape.images(x), shape, layer.packed, layer.inputs, layer.bias), x)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), expected, rtol=2e-4, atol=2e-4)
+        with use_backend("reference"):
+            torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+    assert layer(x).shape == module(x).shape
+
+
+def test_an_integer_product_runs_where_it_can() -> None:
+    module, x = build("3x3")
+    layer = quantized(module, Integer(-1, "float16", 8, True), "static", x)
+    layer(x)
+    grouped = quantized(build("groups")[0], Integer(-1, "float16", 8, True), "dynamic", build("groups")[1])
+    grouped(build("groups")[1])
+    if layer.backend == "reference":
+        pytest.skip("no compiled kernels here")
+    assert layer.backend == "cpu-integer"
+    assert grouped.backend == "cpu-float"
+
+
+def test_each_image_has_its_own_dynamic_scale() -> None:
+    module, x = build("3x3")
+    layer = quantized(module, Integer(-1, "float16", 8, True), "dynamic", x)
+    with torch.no_grad():
+        alone = layer(x[:1])
+        x[1:] *= 100
+        torch.testing.assert_close(layer(x)[:1], alone)
+
+
+def test_empty_batches_and_images_without_a_batch() -> None:
+    module, x = build("stride")
+    layer = quantized(module, Integer(-1, "float16", 8, True), "static", x)
+    with torch.no_grad():
+        assert layer(x[:0]).shape == module(x[:0]).shape
+        torch.testing.assert_close(layer(x[0]), layer(x)[0])
+
+
+def test_what_cannot_be_quantized_is_refused() -> None:
+    network = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), nn.Conv3d(3, 4, 3))
+    scheme = {"weight": "int8"}
+    with pytest.raises(ModelError, match="pads with reflect"):
+        prepare_quantized_layers(network, {"0": scheme}, "smelt.json")
+    with pytest.raises(ModelError, match="1 is not a linear layer or convolution"):
+        prepare_quantized_layers(network, {"1": scheme}, "smelt.json")
+    with pytest.raises(ModelError, match="no rotated inputs"):
+        prepare_quantized_layers(nn.Sequential(nn.Conv2d(3, 4, 3)), {"0": {**scheme, "hadamard": True}}, "smelt.json")
