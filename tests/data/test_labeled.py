@@ -78,8 +78,8 @@ def test_the_data_type_follows_from_the_columns(tmp_path: Path) -> None:
     other = load_data(table(tmp_path, {"text": "a", "stars": 1}), label="stars")
     assert isinstance(other, LabeledData) and other.labels.tolist() == [1]
     assert not isinstance(load_data(table(tmp_path, {"text": "a", "label": 1}), kind="text"), LabeledData)
-    with pytest.raises(DataError, match="no kind of data 'images'"):
-        load_data(table(tmp_path, {"text": "a"}), kind="images")
+    with pytest.raises(DataError, match="no kind of data 'video'"):
+        load_data(table(tmp_path, {"text": "a"}), kind="video")
 
 
 @pytest.mark.shared

@@ -121,7 +121,7 @@ def test_incompatible_model_and_data() -> None:
             "text holds plain text, but the model is a model for classification: give labeled rows",
         ),
         (classifier, choices, None, "choices holds multiple-choice rows"),
-        (Model(BUILDS["vit"]()), SINGLES, None, "no quality measurement yet for models of the task 'images'"),
+        (Model(BUILDS["vit"]()), SINGLES, None, "is a model for images: give images"),
         (decoder, text, "accuracy", "'accuracy' does not fit plain text: use perplexity"),
         (
             classifier,

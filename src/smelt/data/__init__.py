@@ -1,13 +1,20 @@
-"""Load text, labeled and multiple-choice data from files, the hub or the built-in set, and batch it."""
+"""Load text, labeled and multiple-choice data and images from files, the hub or the built-in set, and batch them."""
 
 from __future__ import annotations
 
 import warnings
 from pathlib import Path
 
-from smelt.data.batches import Batch, labeled_batches, text_batches
+from smelt.data.batches import Batch, image_batches, labeled_batches, text_batches
 from smelt.data.files import TEXT_SUFFIXES, column_names, read_rows, suffix_of
 from smelt.data.hub import is_hub, read_hub
+from smelt.data.image_files import (
+    LabeledImages,
+    has_images,
+    images_from_rows,
+    load_image_archive,
+    load_image_folder,
+)
 from smelt.data.labeled import LabeledData, labeled_from_rows, load_labeled
 from smelt.data.multiple_choice import (
     MultipleChoiceData,
@@ -23,9 +30,11 @@ from smelt.errors import DataError
 __all__ = [
     "Batch",
     "LabeledData",
+    "LabeledImages",
     "MultipleChoiceData",
     "MultipleChoiceItem",
     "TextData",
+    "image_batches",
     "labeled_batches",
     "load_choices",
     "load_data",
@@ -34,7 +43,7 @@ __all__ = [
     "text_batches",
 ]
 
-KINDS = ("text", "labeled", "choices")
+KINDS = ("text", "labeled", "choices", "images")
 _OLD_KINDS = {"labelled": "labeled"}  # the spelling before 0.2
 
 
@@ -46,8 +55,11 @@ def load_data(
     pair: str | None = None,
     label: str | None = None,
     split: str = "evaluation",
-) -> TextData | LabeledData | MultipleChoiceData:
-    """Load data as `kind`, or as its columns suggest: multiple choice, labeled (a label column), else text."""
+) -> TextData | LabeledData | MultipleChoiceData | LabeledImages:
+    """Load data as `kind`, or as its columns suggest: images, multiple choice, labeled (a label column), else text.
+
+    A folder and a NumPy archive hold images.
+    """
     source = resolve_source(source, split)
     if kind in _OLD_KINDS:
         message = f"the data kind `{kind}` is now called `{_OLD_KINDS[kind]}`; the old name will stop working."
@@ -55,12 +67,19 @@ def load_data(
         kind = _OLD_KINDS[kind]
     if kind is not None and kind not in KINDS:
         raise DataError(f"There is no kind of data '{kind}': expected one of {', '.join(KINDS)}.")
+    path = Path(source)
+    if path.is_dir() or suffix_of(path) == ".npz":
+        if kind not in (None, "images"):
+            raise DataError(f"{source} holds images and cannot be read as {kind} data.")
+        return load_image_folder(path, split) if path.is_dir() else load_image_archive(path, split)
     if str(source) == "default" or (suffix_of(Path(source)) in TEXT_SUFFIXES and not is_hub(str(source))):
         if kind not in (None, "text"):
             raise DataError(f"{source} is plain text: it has no rows to read as {kind} data.")
         return load_text(source, column=text, split=split)
     rows = read_hub(str(source), split) if is_hub(str(source)) else read_rows(Path(source))
-    kind = kind or _guess_kind(column_names(rows), label)
+    kind = kind or ("images" if has_images(rows) else _guess_kind(column_names(rows), label))
+    if kind == "images":
+        return images_from_rows(rows, str(source), path.parent, image=text, label=label or "label")
     if kind == "choices":
         return choices_from_rows(rows, str(source))
     if kind == "labeled":

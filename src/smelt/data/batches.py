@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from smelt.data.image_files import LabeledImages
 from smelt.data.labeled import LabeledData
 from smelt.data.text import TextData
 from smelt.errors import DataError
@@ -68,6 +70,22 @@ def labeled_batches(
         encoded = tokenizer(*map(list, texts), truncation=True, max_length=max_length, verbose=False)
         batches.append(pad_batch(encoded, padding) | {"labels": labels[part]})
     return batches
+
+
+def image_batches(
+    data: LabeledImages, prepare: Callable[[Sequence[Any]], Tensor], *, samples: int | None, batch_size: int, seed: int
+) -> Iterator[Batch]:
+    """Decode and prepare images batch by batch. `samples` None takes all of them, in order.
+
+    `prepare` converts PIL images to pixel values [images, channels, height, width].
+    """
+    check_positive(samples=samples, batch_size=batch_size)
+    order = _sample_indices(data, samples, seed, False, samples is not None)
+    for start in range(0, len(order), batch_size):
+        part = order[start : start + batch_size]
+        pixels = prepare([data.decode(int(index)) for index in part])
+        labels = {} if data.labels is None else {"labels": torch.from_numpy(data.labels[part])}
+        yield {"pixel_values": pixels, **labels}
 
 
 def pad_batch(encoded: dict[str, list[list[int]]], padding: int) -> Batch:
@@ -138,7 +156,9 @@ def _window_starts(tokens: int, samples: int, length: int, generator: np.random.
     return generator.permutation(starts)
 
 
-def _sample_indices(data: LabeledData, samples: int | None, seed: int, replace: bool, shuffle: bool) -> np.ndarray:
+def _sample_indices(
+    data: LabeledData | LabeledImages, samples: int | None, seed: int, replace: bool, shuffle: bool
+) -> np.ndarray:
     generator = np.random.Generator(np.random.PCG64(seed))
     count = len(data) if samples is None else samples
     if len(data) == 0:

@@ -62,7 +62,7 @@ def labeled_from_rows(
     elif text is None:
         raise DataError(f"{source} has a second text column '{pair}' but no first one: name both.")
     values = column_values(rows, label, source)
-    labels, classes = _as_labels(values, f"{source}, column '{label}'")
+    labels, classes = as_labels(values, f"{source}, column '{label}'")
     first = text_column(rows, text, source)
     second = None if pair is None else text_column(rows, pair, source)
     if not any(words.strip() for words in first + (second or ())):
@@ -77,7 +77,7 @@ def _guess_columns(columns: list[str], source: str) -> tuple[str, str | None]:
     raise DataError(f"{source} has no column 'sentence' or 'text': name the text column, one of {list_names(columns)}.")
 
 
-def _as_labels(values: list[Any], where: str) -> tuple[np.ndarray, tuple[str, ...] | None]:
+def as_labels(values: list[Any], where: str) -> tuple[np.ndarray, tuple[str, ...] | None]:
     """Convert labels: integers and sorted strings to classes, other numbers to regression targets."""
     for number, value in enumerate(values, start=1):
         if value is None or (isinstance(value, str) and not value.strip()):

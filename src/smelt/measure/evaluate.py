@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from smelt.data import LabeledData, MultipleChoiceData, TextData
+from smelt.data import LabeledData, LabeledImages, MultipleChoiceData, TextData
 from smelt.errors import DataError
 from smelt.measure.eval_result import EvalResult, meets_threshold
+from smelt.measure.images import evaluate_images, is_zero_shot
 from smelt.measure.multiple_choice import evaluate_multiple_choice
 from smelt.measure.perplexity import perplexity
 from smelt.measure.task import evaluate_task
@@ -15,25 +16,31 @@ from smelt.progress import NullProgress, Progress, progress_bars
 
 __all__ = ["EvalResult", "evaluate", "measure_quality", "meets_threshold"]
 
-Data = TextData | LabeledData | MultipleChoiceData
+Data = TextData | LabeledData | MultipleChoiceData | LabeledImages
 
 _DATA_FOR_TASK = {
     "language": (TextData, MultipleChoiceData),
     "classification": (LabeledData,),
     "embedding": (LabeledData,),
+    "images": (LabeledImages,),
 }
-_NAMES = {TextData: "plain text", LabeledData: "labeled rows", MultipleChoiceData: "multiple-choice rows"}
+_NAMES = {
+    TextData: "plain text",
+    LabeledData: "labeled rows",
+    MultipleChoiceData: "multiple-choice rows",
+    LabeledImages: "images",
+}
 
 
 def evaluate(model: Model, data: Data, *, metric: str | None = None, **settings: Any) -> EvalResult:
-    """Measure perplexity on text, accuracy on multiple choice, or `metric` on labeled rows, passing on `settings`.
-
-    Progress is shown unless `progress` says otherwise.
-    """
+    """Measure perplexity on text, accuracy on multiple choice, or `metric` on labeled rows or images, passing on
+    `settings`. Progress is shown unless `progress` says otherwise."""
     _check_fit(model, data)
     if "progress" not in settings:
         with progress_bars() as progress:
             return evaluate(model, data, metric=metric, progress=progress, **settings)
+    if isinstance(data, LabeledImages):
+        return evaluate_images(model, data, metric=metric, **settings)
     if isinstance(data, LabeledData):
         return evaluate_task(model, data, metric=metric, **settings)
     supported = "perplexity" if isinstance(data, TextData) else "accuracy"
@@ -50,6 +57,8 @@ def expected_metric(data: Data, metric: str | None = None) -> str:
         return "perplexity"
     if isinstance(data, MultipleChoiceData):
         return "accuracy"
+    if isinstance(data, LabeledImages):
+        return metric or "accuracy"
     return metric or ("spearman" if data.regression else "accuracy")
 
 
@@ -83,7 +92,7 @@ def measure_quality(
 
 
 def _check_fit(model: Model, data: Data) -> None:
-    accepted = _DATA_FOR_TASK.get(model.task)
+    accepted = (LabeledImages,) if is_zero_shot(model) else _DATA_FOR_TASK.get(model.task)
     if accepted is None:
         raise DataError(f"There is no quality measurement yet for models of the task '{model.task}'.")
     if type(data) not in accepted:

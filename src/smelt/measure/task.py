@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from smelt.data.batches import Batch, check_positive, labeled_batches
+from smelt.data.image_files import LabeledImages
 from smelt.data.labeled import LabeledData
 from smelt.errors import DataError
 from smelt.measure.eval_result import EvalResult
@@ -100,8 +101,9 @@ def _checked_metric(metric: str | None, numbers: bool) -> str:
     return metric
 
 
-def model_labels(model: Model, data: LabeledData) -> np.ndarray:
+def model_labels(model: Model, data: LabeledData | LabeledImages) -> np.ndarray:
     """Map labels to the model's numbering by class name, if both the file and the model have names."""
+    assert data.labels is not None
     numbers = {str(name).lower(): number for name, number in model.network.config.label2id.items()}
     if data.classes is None or not all(name.lower() in numbers for name in data.classes):
         return data.labels

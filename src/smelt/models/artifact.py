@@ -20,6 +20,7 @@ from smelt.errors import ModelError
 from smelt.files import json_text
 from smelt.models.anatomy import Anatomy, Part, anatomy_of
 from smelt.models.config import config_from, read_generation_config
+from smelt.models.image_processor import ImageProcessor
 from smelt.models.json_file import read_object
 from smelt.models.kv_cache import KVCacheFormat
 from smelt.models.model import Model
@@ -45,6 +46,8 @@ def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = No
         network.generation_config.save_pretrained(folder)
     if model.tokenizer is not None:
         model.tokenizer.save_pretrained(folder)
+    if model.image_processor is not None:
+        model.image_processor.save(folder)
     content = {
         "format": FORMAT,
         "smelt": __version__,
@@ -87,6 +90,7 @@ def load_artifact(folder: Path, *, dtype: torch.dtype | None = None, device: str
         source=str(folder),
         history=history if isinstance(history, list) else [],
         kv=_kv_format(content, folder),
+        image_processor=ImageProcessor.from_folder(folder),
     )
 
 

@@ -263,7 +263,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name="resnet",
-        model_types=("resnet",),
+        model_types=("resnet", "cifar_resnet"),
         blocks="encoder.stages.*.layers",
         residual="post",
         channels=(

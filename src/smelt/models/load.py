@@ -18,6 +18,8 @@ from smelt.models.bundled import BUNDLED, bundled_gguf, ensure_bundled
 from smelt.models.compressed_tensors import compressed_skeleton, load_compressed
 from smelt.models.config import is_compressed_tensors, read_config, read_generation_config
 from smelt.models.gguf import GgufFile, gguf_config, gguf_packed, gguf_shapes, gguf_tensors, gguf_tokenizer, read_gguf
+from smelt.models.image_processor import FILE as IMAGE_PROCESSOR_FILE
+from smelt.models.image_processor import ImageProcessor
 from smelt.models.json_file import one_line
 from smelt.models.model import Model
 from smelt.models.network import empty_network, fill_network, matching_network, parameters_on_meta
@@ -28,6 +30,7 @@ from smelt.models.weights import float_dtype, read_headers, read_safetensors, we
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_SUFFIXES = {".gguf", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json", ".yaml"}
 _FROM_HUB = [
+    IMAGE_PROCESSOR_FILE,
     *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
     *(*TOKENIZER_FILES, "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
 ]
@@ -48,7 +51,7 @@ def load(spec: str | Path, *, dtype: torch.dtype | None = None, device: str = "c
         dtype = torch.bfloat16 if path.is_file() else None  # packed matmuls run in half precision on GPU
     network, tokenizer = _load_gguf(path, dtype, packed) if path.is_file() else _load_folder(path, dtype)
     try:
-        return Model(network.to(device), tokenizer, source=str(spec))
+        return Model(network.to(device), tokenizer, source=str(spec), image_processor=ImageProcessor.from_folder(path))
     except torch.OutOfMemoryError as error:
         raise ResourceError(f"{spec} does not fit into the memory of {device}; load it on the CPU.") from error
 

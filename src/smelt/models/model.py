@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from smelt.errors import ModelError
 from smelt.models.anatomy import Anatomy, anatomy_of
+from smelt.models.image_processor import FILE, ImageProcessor
 from smelt.models.kv_cache import KVCacheFormat, QuantizedKVCache
 
 _TASK_OF_HEAD = {
@@ -26,7 +28,8 @@ _TASK_OF_HEAD = {
 class Model:
     """A network with its tokenizer.
 
-    `history` lists the applied recipe steps; `kv` is the KV cache format if it differs from the network's dtype.
+    `history` lists the applied recipe steps; `kv` is the KV cache format if it differs from the network's dtype;
+    `image_processor` prepares images for a network that reads them.
     """
 
     network: PreTrainedModel
@@ -34,6 +37,7 @@ class Model:
     source: str = ""
     history: list[dict[str, Any]] = field(default_factory=list)
     kv: KVCacheFormat | None = None
+    image_processor: ImageProcessor | None = None
 
     @property
     def anatomy(self) -> Anatomy:
@@ -49,6 +53,21 @@ class Model:
     @property
     def device(self) -> torch.device:
         return next(self.network.parameters()).device
+
+    def prepare_images(self, images: Sequence[Any]) -> Tensor:
+        """Convert PIL images to pixel values [images, channels, height, width] on CPU."""
+        config = self.network.config
+        channels = int(getattr(getattr(config, "vision_config", config), "num_channels", 3))
+        return self.check_image_processor()(images, channels)
+
+    def check_image_processor(self) -> ImageProcessor:
+        """Return the image processor; raise if the model has none."""
+        if self.image_processor is None:
+            raise ModelError(
+                f"{self.source or 'this model'} has no {FILE}, which says how images are resized and normalized; copy "
+                "that file from the model it was made from."
+            )
+        return self.image_processor
 
     def parameters(self) -> list[nn.Parameter]:
         return list(self.network.parameters())

@@ -124,6 +124,8 @@ def size_rows(run: Run) -> list[ComparisonRow]:
     macs_label = "MACs"
     if (size.get("macs") or {}).get("tokens"):
         macs_label += f", {size['macs']['tokens']} tokens"
+    if (size.get("macs") or {}).get("image_size"):
+        macs_label += f", {size['macs']['image_size']} pixels squared"
     columns: list[tuple[str, str, Callable[[float], str]]] = [
         ("parameters", "parameters", numbers.count),
         ("block_parameters", "parameters in blocks", numbers.count),

@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 
 from smelt.compression.passport.document import PASSPORT
-from smelt.data import LabeledData, MultipleChoiceData, TextData
+from smelt.data import LabeledData, LabeledImages, MultipleChoiceData, TextData
 from smelt.errors import ModelError
 from smelt.fingerprint import fingerprint_of
 from smelt.measure.evaluate import Data
@@ -64,8 +64,8 @@ def describe_data(data: Data | None) -> dict[str, Any] | None:
             digest.update(b"%d:" % len(encoded))
             digest.update(encoded)
         digest.update(b"\n")
-    kind = {TextData: "text", LabeledData: "labeled", MultipleChoiceData: "choices"}[type(data)]
-    return {"name": data.name, "kind": kind, "items": items, "sha256": digest.hexdigest()}
+    kinds = {TextData: "text", LabeledData: "labeled", MultipleChoiceData: "choices", LabeledImages: "images"}
+    return {"name": data.name, "kind": kinds[type(data)], "items": items, "sha256": digest.hexdigest()}
 
 
 def calibration_warning(source: str, data: Data) -> str | None:
@@ -98,6 +98,10 @@ def _items(data: Data) -> Iterator[tuple[Any, ...]]:
         second = data.second or ("",) * len(data)
         labels = np.asarray(data.labels).tolist()
         yield from zip(data.first, second, labels, strict=True)
+    elif isinstance(data, LabeledImages):
+        for index in range(len(data)):
+            label = None if data.labels is None else int(data.labels[index])
+            yield hashlib.sha256(data.content(index)).hexdigest(), label
     else:
         for item in data.items:
             yield tuple(vars(item).values())

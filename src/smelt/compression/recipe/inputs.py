@@ -7,13 +7,27 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from smelt.compression.recipe.recipe import CalibrationSettings, EvaluationSettings, Recipe
-from smelt.data import Batch, LabeledData, MultipleChoiceData, TextData, labeled_batches, load_data, text_batches
+from smelt.data import (
+    Batch,
+    LabeledData,
+    LabeledImages,
+    MultipleChoiceData,
+    TextData,
+    image_batches,
+    labeled_batches,
+    load_data,
+    text_batches,
+)
 from smelt.data.overlap import overlap
 from smelt.errors import DataError, RecipeError
 from smelt.measure.evaluate import Data
+from smelt.measure.task import model_labels
 from smelt.models.model import Model
+
+CalibrationData = TextData | LabeledData | LabeledImages
 
 MAX_OVERLAP = 0.01  # fraction of the evaluation data; texts of one kind share some phrases
 HELD_OUT = 0.2  # fraction of the calibration data, if the recipe names no evaluation data
@@ -24,9 +38,9 @@ def needs_data(recipe: Recipe) -> bool:
     return any(step.uses_data for step in recipe.steps) or recipe.data.source != "default"
 
 
-def calibration_data(recipe: Recipe, model: Model) -> TextData | LabeledData:
+def calibration_data(recipe: Recipe, model: Model) -> CalibrationData:
     """Load all data that calibration may draw from, and check that the model can use it."""
-    if model.tokenizer is None:
+    if model.task != "images" and model.tokenizer is None:
         raise DataError("this model has no tokenizer, so it cannot be calibrated on text; use a method without data.")
     return usable_data(recipe, model)
 
@@ -36,18 +50,20 @@ def check_data(recipe: Recipe, skeleton: Model) -> Data | None:
     if not needs_data(recipe):
         return evaluation_data(recipe, None, skeleton)
     calibrated = next((step.name for step in recipe.steps if step.uses_data), None)
-    if skeleton.task == "images":
+    if skeleton.task == "images" and recipe.data.source == "default":
         raise DataError(
-            f"{calibrated or 'this recipe'} needs calibration data, which Smelt can read only for text models; for an "
-            "image model use a method that needs no data, such as rtn, hqq or magnitude."
+            f"{calibrated} needs calibration data, and there are no default images: name a folder of images with "
+            "--data, or use a method that needs no data, such as rtn, hqq or magnitude."
         )
+    if skeleton.task == "images":
+        skeleton.check_image_processor()
     data, held_out = split(recipe, usable_data(recipe, skeleton))
-    if calibrated is not None and not isinstance(data, LabeledData):
+    if calibrated is not None and isinstance(data, TextData):
         _check_context(recipe.data, skeleton)
     return evaluation_data(recipe, held_out, skeleton)
 
 
-def usable_data(recipe: Recipe, model: Model) -> TextData | LabeledData:
+def usable_data(recipe: Recipe, model: Model) -> CalibrationData:
     """Load the calibration data and check that the model, which may have no weights, can use it."""
     settings = recipe.data
     data = _read(settings, model, "calibration")
@@ -57,6 +73,8 @@ def usable_data(recipe: Recipe, model: Model) -> TextData | LabeledData:
     _check_loss(recipe, model)
     if isinstance(data, LabeledData) and model.task == "classification":
         return _labels_for_loss(model, data)
+    if isinstance(data, LabeledImages) and data.labels is not None:
+        return replace(data, labels=_class_labels(model, data), classes=None)  # in the model's numbering
     return data
 
 
@@ -73,11 +91,11 @@ def _read(settings: CalibrationSettings | EvaluationSettings, model: Model, part
     )
 
 
-def split(recipe: Recipe, data: TextData | LabeledData) -> tuple[TextData | LabeledData, Data | None]:
+def split(recipe: Recipe, data: CalibrationData) -> tuple[CalibrationData, Data | None]:
     """Split into calibration data and, if the recipe names no evaluation data, a held-out part."""
     if recipe.evaluate.source is not None or recipe.data.source == "default":
         return data, None
-    if isinstance(data, LabeledData):
+    if isinstance(data, LabeledData | LabeledImages):
         order = np.random.Generator(np.random.PCG64(0)).permutation(len(data))
         num_held_out = max(1, int(len(data) * HELD_OUT))
         if num_held_out >= len(data):
@@ -114,17 +132,24 @@ def overlap_warning(calibration: Data, evaluation: Data | None) -> str | None:
 
 def _measurable(model: Model, data: Data) -> bool:
     """Whether there is a metric for this kind of model on this kind of data."""
+    if isinstance(data, LabeledImages):
+        return model.task == "images" and data.labels is not None
     if isinstance(data, LabeledData):
         return model.task == "classification" or (model.task == "embedding" and data.second is not None)
     return model.task == "language"
 
 
-def calibration_batches(
-    settings: CalibrationSettings, data: TextData | LabeledData, model: Model, seed: int
-) -> list[Batch]:
-    """Return windows of text of exactly `seq_len` tokens, or labeled rows truncated to the model's context length."""
-    assert model.tokenizer is not None
+def calibration_batches(settings: CalibrationSettings, data: CalibrationData, model: Model, seed: int) -> list[Batch]:
+    """Return windows of text of exactly `seq_len` tokens, labeled rows truncated to the model's context length, or
+    images."""
     assert settings.batch_size is not None
+    if isinstance(data, LabeledImages):
+        samples, dtype = min(settings.samples, len(data)), next(model.network.parameters()).dtype
+        drawn = image_batches(
+            data, model.prepare_images, samples=samples, batch_size=settings.batch_size, seed=seed
+        )  # fmt: skip
+        return [{**batch, "pixel_values": batch["pixel_values"].to(dtype)} for batch in drawn]
+    assert model.tokenizer is not None
     longest = getattr(model.network.config, "max_position_embeddings", settings.seq_len)
     if isinstance(data, LabeledData):
         return labeled_batches(
@@ -148,7 +173,7 @@ def fingerprint(batches: Sequence[Batch]) -> str:
     for batch in batches:
         for name in sorted(batch):
             digest.update(name.encode())
-            digest.update(batch[name].contiguous().numpy().tobytes())
+            digest.update(batch[name].contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -158,7 +183,11 @@ def _check_context(settings: CalibrationSettings, model: Model) -> None:
         raise RecipeError(f"seq_len of the recipe is {settings.seq_len} tokens; this model's context is {longest}.")
 
 
-def _check_data_type(model: Model, data: TextData | LabeledData, source: str) -> None:
+def _check_data_type(model: Model, data: CalibrationData, source: str) -> None:
+    if isinstance(data, LabeledImages) != (model.task == "images"):
+        if model.task == "images":
+            raise DataError(f"{source} holds no images, but this is an image model: give a folder of images.")
+        raise DataError(f"{source} holds images, but this is a model for {model.task}: give text.")
     if model.task == "language" and isinstance(data, LabeledData):
         raise DataError(f"{source} holds labeled rows, but this is a language model: name the text column to use it.")
     if model.task == "classification" and isinstance(data, TextData):
@@ -177,6 +206,14 @@ def _labels_for_loss(model: Model, data: LabeledData) -> LabeledData:
     if data.labels.max() >= classes:
         raise DataError(f"{data.name} has the label {data.labels.max()}, but the model has only {classes} classes.")
     return data
+
+
+def _class_labels(model: Model, data: LabeledImages) -> np.ndarray:
+    """Return the labels in the model's numbering, after checking that it has such classes."""
+    labels, classes = model_labels(model, data), model.network.config.num_labels
+    if labels.max() >= classes:
+        raise DataError(f"{data.name} has the label {labels.max()}, but the model has only {classes} classes.")
+    return labels
 
 
 def _check_loss(recipe: Recipe, model: Model) -> None:

@@ -101,7 +101,7 @@ def plan(source: str, recipe: Recipe, folder: str | Path = ".", *, device: str =
     limit = None if recipe.memory_limit is None else parse_bytes(recipe.memory_limit)
     data = resolve_batch_size(recipe, anatomy, where).data
     assert data.batch_size is not None
-    size = CalibrationSize(data.samples, data.seq_len, data.batch_size)
+    size = CalibrationSize(data.samples, _positions(anatomy, data.seq_len), data.batch_size)
     rate = EFFICIENCY * matrix_speed(where)
     steps = tuple(_step_plan(step, anatomy, size, limit, rate) for step in recipe.steps)
     weights = count_bytes(network)
@@ -165,6 +165,13 @@ def _bytes_after(recipe: Recipe, anatomy: Anatomy, weights: int) -> int:
             share *= budget.keep
         changed += step.bytes_change(anatomy)
     return weights - blocks + int(share * changed)
+
+
+def _positions(anatomy: Anatomy, seq_len: int) -> int:
+    """Return the tokens of a calibration sample; of an image, how often each weight is used on average."""
+    if anatomy.network.main_input_name != "pixel_values":
+        return seq_len
+    return max(1, round(_macs(anatomy) / block_parameters(anatomy)))
 
 
 def _macs(anatomy: Anatomy) -> float:

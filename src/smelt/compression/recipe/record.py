@@ -61,8 +61,13 @@ def measure_size(model: Model, recipe: Recipe) -> dict[str, float]:
         "parameters": count_parameters(model.network),
         "block_parameters": block_parameters(anatomy),
         "bytes": count_bytes(model.network),
-        "macs": block_macs(anatomy, Workload(tokens=TIMED_TOKENS)),
+        "macs": block_macs(anatomy, Workload(tokens=TIMED_TOKENS, image_size=_image_size(model))),
     }
+
+
+def _image_size(model: Model) -> int:
+    """Return the height and width of the images for which MACs are counted."""
+    return getattr(model.network.config, "image_size", None) or Workload.image_size
 
 
 def after_record(
@@ -81,7 +86,7 @@ def after_record(
     timings = []
     if speed and base is not None:
         length = min(TIMED_TOKENS, getattr(base.network.config, "max_position_embeddings", TIMED_TOKENS))
-        timings = [_timing(compare_latency(model, base, length=length, seed=recipe.seed))]
+        timings = [_timing(compare_latency(model, base, length=length, seed=recipe.seed), model.task == "images")]
     completions = [model.generate(prompt) for prompt in prompts]
     return After(measure_size(model, recipe), quality, comparison, predictions, timings, completions)
 
@@ -144,10 +149,10 @@ def _served(row: ThroughputRow) -> dict[str, Any]:
     return {"median_ms": 1e3 * row.streams / row.tokens_per_second, **asdict(row)}
 
 
-def _timing(comparison: LatencyComparison) -> dict[str, Any]:
+def _timing(comparison: LatencyComparison, images: bool) -> dict[str, Any]:
     new, base = comparison.new, comparison.base
     return {
-        "name": f"forward, batch {new.batch}, {new.length} tokens",
+        "name": f"forward, batch {new.batch}, " + ("images" if images else f"{new.length} tokens"),
         "device": new.device,
         "before": asdict(base),
         "after": asdict(new),
@@ -180,7 +185,8 @@ def run_record(
         "opens_in": [str(opener) for opener in opens_in(model)],
         "papers": [{"method": step.name, "citation": METHODS[step.name].paper} for step in recipe.steps],
     }
-    record["size"]["macs"]["tokens"] = TIMED_TOKENS
+    images = model.task == "images"
+    record["size"]["macs"] |= {"image_size": _image_size(model)} if images else {"tokens": TIMED_TOKENS}
     if any(part.units != part.original_units for part in model.anatomy.parts):
         record["kept"] = kept_units(model)
     layers = {path: layer for step in steps for path, layer in step.get("layers", {}).items()}

@@ -57,7 +57,8 @@ from smelt.measure.evaluate import Data, measure_quality
 from smelt.measure.memory import PeakMemory
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.finite import find_non_finite
-from smelt.models.load import load, skeleton, source_files
+from smelt.models.image_processor import ImageProcessor
+from smelt.models.load import load, resolve, skeleton, source_files
 from smelt.models.model import Model
 from smelt.models.verify import verify
 from smelt.progress import RunProgress, progress_bars
@@ -192,7 +193,11 @@ class _Run:
         self.progress.schedule(_phases(estimate, timing))
         if self.device == "cpu":
             estimate.check()
-        model = Model(skeleton(self.source))
+        model = Model(
+            skeleton(self.source),
+            source=self.source,
+            image_processor=ImageProcessor.from_folder(resolve(self.source, config_only=True)),
+        )
         if self.recipe.guard is not None and model.task != "language":
             raise RecipeError(
                 f"`guard: speed` times layers for text generation, and {self.source} is no language model; remove it."
@@ -231,7 +236,8 @@ class _Run:
                 f"{broken} of {self.source} contains NaN or infinity; a model must be sound to be compressed."
             )
         if not needs_data(self.recipe):
-            evaluation = evaluation_data(self.recipe, None, model) if model.tokenizer else None
+            readable = model.tokenizer or model.image_processor
+            evaluation = evaluation_data(self.recipe, None, model) if readable else None
             self.passport.add_data(None, evaluation)
             return model, [], evaluation
         data, held_out = split(self.recipe, calibration_data(self.recipe, model))
