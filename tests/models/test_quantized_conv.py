@@ -132,3 +132,18 @@ def test_what_cannot_be_quantized_is_refused() -> None:
         prepare_quantized_layers(network, {"1": scheme}, "smelt.json")
     with pytest.raises(ModelError, match="no rotated inputs"):
         prepare_quantized_layers(nn.Sequential(nn.Conv2d(3, 4, 3)), {"0": {**scheme, "hadamard": True}}, "smelt.json")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["3x3", "stride", "1x1", "groups", "1-d"])
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_a_gpu_agrees_with_the_reference(name: str, inputs: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    module, x = build(name)
+    layer = quantized(module, Integer(-1, "float16", 8, True), inputs, x).cuda().bfloat16()
+    x = x.cuda().bfloat16()
+    shape = layer.shape
+    expected = shape.outputs(reference_conv(shape.images(x), shape, layer.packed, layer.inputs, layer.bias), x)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), expected, rtol=2e-2, atol=2e-2)

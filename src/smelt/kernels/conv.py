@@ -8,7 +8,10 @@ convolution is one with a height of 1.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,6 +124,18 @@ class ConvShape:
         return F.conv2d(x, self.to_weight(matrix), bias, self.stride, padding, self.dilation, self.groups)
 
 
+class ConvKernel(LinearKernel):
+    """A linear kernel that also convolves images with a packed matrix, without unfolding them in memory."""
+
+    @abstractmethod
+    def supports_conv(self, packed: PackedMatrix, inputs: ActivationQuant) -> bool:
+        """Return whether it convolves with this matrix; `supports` says whether it multiplies."""
+
+    @abstractmethod
+    def convolve(self, x: Tensor, bias: Tensor | None, *, shape: ConvShape, prepared: Any) -> Tensor:
+        """Convolve images [batch, channels, height, width], in the dtype of x."""
+
+
 def fake_quantize_images(inputs: ActivationQuant, x: Tensor) -> Tensor:
     """Fake-quantize images [batch, channels, height, width] with one scale each."""
     return inputs.fake_quantize(x.flatten(1)).view_as(x)
@@ -145,19 +160,30 @@ def product_inputs(inputs: ActivationQuant | None, shape: ConvShape, device: tor
     return ActivationQuant(inputs.format, scale)
 
 
+def prepare_conv(
+    kernel: LinearKernel, shape: ConvShape, packed: PackedMatrix, inputs: ActivationQuant
+) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """Return the integer convolution of a linear kernel, as a function of images and bias."""
+    if isinstance(kernel, ConvKernel) and kernel.supports_conv(packed, inputs):
+        return partial(kernel.convolve, shape=shape, prepared=kernel.prepare(packed, inputs))
+    product = product_inputs(inputs, shape, packed.device)
+    run = partial(kernel.run, packed=packed, inputs=product, prepared=kernel.prepare(packed, product))
+    return partial(im2col_conv, shape=shape, inputs=inputs, run=run)
+
+
 def im2col_conv(
-    x: Tensor, shape: ConvShape, packed: PackedMatrix, inputs: ActivationQuant, bias: Tensor | None,
-    kernel: LinearKernel, prepared: Any,
-) -> Tensor:  # fmt: skip
-    """Convolve images with the integer product of a linear kernel, prepared for `product_inputs`."""
+    x: Tensor, bias: Tensor | None, *, shape: ConvShape, inputs: ActivationQuant, run: Callable[..., Tensor]
+) -> Tensor:
+    """Convolve images with the integer product of a linear kernel, `run`, for `product_inputs`."""
     height, width = shape.output_size(*x.shape[2:])
-    product = product_inputs(inputs, shape, x.device)
     if inputs.scale is not None:
-        y = kernel.run(shape.unfold(x)[:, 0], packed, product, bias, prepared)
+        y = run(shape.unfold(x)[:, 0], bias=bias)
     else:
+        number_format = inputs.format
+        assert isinstance(number_format, Integer)
         scales = _image_scales(inputs, x)  # [batch, 1, 1, 1]
-        codes = (x.float() / scales).round().clamp(-inputs.format.qmax // 2, inputs.format.qmax // 2)  # type: ignore[attr-defined]
-        y = kernel.run(shape.unfold(codes.to(x.dtype))[:, 0], packed, product, None, prepared)
+        codes = (x.float() / scales).round().clamp(-number_format.qmax // 2, number_format.qmax // 2)
+        y = run(shape.unfold(codes.to(x.dtype))[:, 0], bias=None)
         y = y.view(len(x), height * width, shape.out_channels).float() * scales.view(-1, 1, 1)
         y = (y if bias is None else y + bias).to(x.dtype)
     return y.view(len(x), height, width, shape.out_channels).permute(0, 3, 1, 2)

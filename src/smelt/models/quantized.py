@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from smelt.errors import FormatError, ModelError
-from smelt.kernels.conv import ConvShape, fake_quantize_images, im2col_conv, product_inputs
+from smelt.kernels.conv import ConvShape, fake_quantize_images, prepare_conv, product_inputs
 from smelt.kernels.dispatch import forced_backend
 from smelt.kernels.hadamard import hadamard_transform
 from smelt.kernels.linear import ActivationQuant, LinearKernel, PackedMatrix, select_kernel
@@ -315,34 +315,33 @@ class QuantizedConv(QuantizedLinear):
         self.shape = shape
 
     def forward(self, x: Tensor) -> Tensor:
-        rounded = self.shape.images(x if self.round_inputs is None else self.round_inputs(x))
-        inputs, weight, selected = self.inputs, self._dequantized, None
+        images = self.shape.images(x if self.round_inputs is None else self.round_inputs(x))
+        weight = self._dequantized
+        if torch.compiler.is_compiling() and weight is None:
+            weight = self.weight.to(x.dtype)
         if weight is None:
             selected = self._select_kernel(x.dtype)
-        if selected is not None and selected.inputs is not None and not (x.requires_grad and torch.is_grad_enabled()):
-            assert inputs is not None
-            y = im2col_conv(
-                rounded, self.shape, self.packed, inputs, self.bias, selected.kernel, selected.prepared
-            )  # fmt: skip
-        else:
-            if selected is not None:
-                weight = selected.kernel.dequantize(self.packed, selected.prepared, x.dtype)
-            assert weight is not None
-            rounded = rounded if inputs is None else fake_quantize_images(inputs, rounded)
-            y = self.shape.convolve(rounded, weight, self.bias)
-        return self.shape.outputs(y, x)
+            if selected.inputs is not None and not (x.requires_grad and torch.is_grad_enabled()):
+                return self.shape.outputs(selected.prepared(images, self.bias), x)
+            weight = selected.kernel.dequantize(selected.packed, selected.prepared, x.dtype)
+        inputs = self.inputs
+        images = images if inputs is None else fake_quantize_images(inputs, images)
+        return self.shape.outputs(self.shape.convolve(images, weight, self.bias), x)
 
-    @torch.compiler.assume_constant_result
     def _select_kernel(self, dtype: torch.dtype) -> _SelectedKernel:
-        """Return the kernel of an integer product of unfolded images; else, without inputs, one that dequantizes."""
+        """Return the kernel of an integer convolution, prepared as a function of images and bias; else, without inputs,
+        a kernel that dequantizes."""
         key = (dtype, forced_backend(), self.round_inputs is None, *map(id, self._buffers.values()))
         if self._selected is None or self._selected.key != key:
-            packed = self.packed
-            inputs = product_inputs(self.inputs, self.shape, packed.device)
-            kernel = select_kernel(packed, inputs, dtype)
-            if not kernel.quantizes_inputs:
+            packed, inputs = self.packed, self.inputs
+            product = product_inputs(inputs, self.shape, packed.device)
+            kernel = select_kernel(packed, product, dtype)
+            if inputs is not None and product is not None and kernel.quantizes_inputs:
+                prepared: Any = prepare_conv(kernel, self.shape, packed, inputs)
+            else:
                 inputs, kernel = None, select_kernel(packed, None, dtype)
-            self._selected = _SelectedKernel(key, kernel, packed, inputs, kernel.prepare(packed, inputs))
+                prepared = kernel.prepare(packed, None)
+            self._selected = _SelectedKernel(key, kernel, packed, inputs, prepared)
         return self._selected
 
     def extra_repr(self) -> str:

@@ -142,6 +142,9 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.smelt_is_vectorized.argtypes, library.smelt_is_vectorized.restype = [pointer], int32
     library.smelt_has_gemm.argtypes, library.smelt_has_gemm.restype = [pointer], int32
     library.smelt_linear.argtypes, library.smelt_linear.restype = [pointer] * 3 + [int64] * 2 + [int32], None
+    library.smelt_conv_plan_size.argtypes, library.smelt_conv_plan_size.restype = [], int64
+    library.smelt_has_conv.argtypes, library.smelt_has_conv.restype = [pointer], int32
+    library.smelt_conv.argtypes, library.smelt_conv.restype = [pointer] * 4 + [int32], None
     library.smelt_program_sizes.argtypes, library.smelt_program_sizes.restype = [int32], int64
     library.smelt_run.argtypes, library.smelt_run.restype = [pointer, int64, pointer], None
     library.smelt_attend.argtypes, library.smelt_attend.restype = [pointer, pointer, int32], None

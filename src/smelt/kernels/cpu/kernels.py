@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from smelt.kernels.conv import ConvKernel, ConvShape
 from smelt.kernels.cpu import operator
+from smelt.kernels.cpu.conv import convolve
 from smelt.kernels.cpu.plan import FLOAT_TYPES, LinearPlan, make_linear_plan, supports_format, supports_inputs
 from smelt.kernels.linear import ActivationQuant, LinearKernel, PackedMatrix
 
@@ -74,7 +76,7 @@ class FloatLinear(LinearKernel):
         return F.linear(x if inputs is None else inputs.fake_quantize(x), weight, bias)
 
 
-class Int8Linear(FloatLinear):
+class Int8Linear(FloatLinear, ConvKernel):
     """Quantize inputs to int8 (or fewer bits) and multiply integers."""
 
     name = "cpu-integer"
@@ -85,3 +87,14 @@ class Int8Linear(FloatLinear):
             return False
         plan = make_linear_plan(packed.format, packed.rows, packed.columns, packed.tensors, inputs, dtype)
         return bool(self.library.smelt_has_int8(ctypes.addressof(plan)))
+
+    def supports_conv(self, packed: PackedMatrix, inputs: ActivationQuant) -> bool:
+        if not supports_inputs(inputs):
+            return False
+        plan = make_linear_plan(packed.format, packed.rows, packed.columns, packed.tensors, inputs, torch.float32)
+        return bool(self.library.smelt_has_conv(ctypes.addressof(plan)))
+
+    def convolve(self, x: Tensor, bias: Tensor | None, *, shape: ConvShape, prepared: Prepared) -> Tensor:
+        task = prepared.tasks[x.dtype]
+        task.set_bias(bias)
+        return convolve(self.library, task.address, x, shape)

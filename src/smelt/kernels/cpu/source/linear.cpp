@@ -1,6 +1,7 @@
 // Products with packed matrices: x [tokens, columns] -> y [tokens, rows], both in the dtype of the plan. Compiled for
 // the machine it runs on; formats without vectorized code fall back to the reference.
 #include "amx_tiles.h"
+#include "int8_conv.h"
 #include "int8_gemm.h"
 
 namespace {
@@ -99,6 +100,21 @@ void smelt_linear(
     if (quantized_inputs) return int8_tokens(*plan, x, tokens, y, threads);
     if (!has_lanes(*plan)) return reference_tokens(*plan, x, tokens, y, threads);
     with_decoder(*plan, [&](const auto& decoder) { row_product(*plan, decoder, x, tokens, y, threads); });
+}
+
+int64_t smelt_conv_plan_size() {
+    return sizeof(ConvPlan);
+}
+
+// Whether there is an integer convolution with a matrix of this format.
+int smelt_has_conv(const LinearPlan* plan) {
+    return has_int8_conv(*plan);
+}
+
+// Convolve images in channels-last layout.
+void smelt_conv(const LinearPlan* plan, const ConvPlan* conv, const void* x, void* y, int threads) {
+    if (plan->bits == 4) int8_conv<NIBBLES>(*plan, *conv, x, y, threads);
+    else int8_conv<BYTES>(*plan, *conv, x, y, threads);
 }
 
 void smelt_dequantize(const LinearPlan* plan, int64_t first, int64_t last, void* out, int threads) {
