@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from smelt.errors import FormatError
 from smelt.export.format import Export, ExportFormat
 from smelt.models.anatomy import Mixture
-from smelt.models.artifact import distinct_tensors, layer_fields, plain_config, write_json
+from smelt.models.artifact import distinct_tensors, is_pruned, layer_fields, shaped_config, write_json
 from smelt.models.compressed_tensors import FLOATS, INTEGERS, MIXED, MXFP4, NVFP4, PACKED
 from smelt.models.config import COMPRESSED_TENSORS
-from smelt.models.experts import split_experts
+from smelt.models.experts import Expert, split_experts
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.models.quantized import STATIC_SCALE, QuantizationScheme, QuantizedLinear, quantized_layers
@@ -52,7 +52,7 @@ class CompressedTensors(ExportFormat):
         groups, mixtures = _config_groups(model), _mixtures(model)
         plain = [path for path, module in network.named_modules() if isinstance(module, nn.Linear)]
         plain += dict.fromkeys(mixture.router_path for mixture in mixtures.values())
-        config = {**plain_config(network), **layer_fields(model.anatomy)}
+        config = shaped_config(model.anatomy)
         config["quantization_config"] = _quantization_config(groups, plain)
         if any(group["format"] in (NVFP4, MXFP4) for group, _ in groups):
             config["dtype"] = "bfloat16"  # readers dequantize these to bfloat16, whatever the dtype of the network
@@ -119,6 +119,16 @@ def _check(model: Model, layers: dict[str, QuantizedLinear]) -> None:
         raise FormatError(
             "the layers of this model have different widths or biases that a repair added, and compressed-tensors "
             "describes one width for all of them; keep the artifact, or for an encoder export to onnx."
+        )
+    if any(isinstance(module, Expert) and not module.names.published for module in model.network.modules()):
+        raise FormatError(
+            f"checkpoints of {model.network.config.model_type} hold the experts of a layer in one tensor, which Smelt "
+            "does not write as compressed-tensors; keep the artifact."
+        )
+    if is_pruned(model.anatomy) and not layer_fields(model.anatomy):
+        raise FormatError(
+            f"the config of {model.network.config.model_type} has no fields for the widths of pruned layers; keep the "
+            "artifact."
         )
     with torch.device("meta"):
         original = split_experts(type(model.network)(model.network.config))  # the original modules

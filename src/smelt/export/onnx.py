@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from smelt.errors import FormatError, install_command
 from smelt.export.format import Export, ExportFormat
-from smelt.models.artifact import layer_fields, plain_config, write_json
+from smelt.models.artifact import shaped_config, write_json
 from smelt.models.json_file import one_line
 from smelt.models.model import Model
 from smelt.models.quantized import STATIC_SCALE, QuantizedLinear, quantized_layers, replace_module
@@ -66,7 +66,7 @@ class Onnx(ExportFormat):
                 program.save(str(path))
         except Exception as error:  # foreign code on any network
             raise FormatError(f"PyTorch cannot write this network as ONNX ({one_line(error)}).") from error
-        write_json(folder / "config.json", {**plain_config(model.network), **layer_fields(model.anatomy)})
+        write_json(folder / "config.json", shaped_config(model.anatomy))
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(folder)
         return Export(_count_types(path), self._notes(model))

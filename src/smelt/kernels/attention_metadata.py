@@ -30,6 +30,15 @@ class AttentionMetadata:
     seq_len_offsets: Tensor | None = None  # [slots, clusters]: tokens a cluster keeps minus tokens of the sequence
 
 
+@dataclass(frozen=True)
+class AttentionVariant:
+    """What some families compute beyond softmax(scale * Q K^T) V over a window."""
+
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    sinks: Tensor | None = None  # [heads]: one more score per head in the softmax, without a value
+    chunk: int | None = None  # a query attends to positions of its own chunk of so many positions
+
+
 class LayerKVPages(NamedTuple):
     """KV cache of one layer, [blocks, block_size, heads per page, head_dim] each."""
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from smelt.kernels.attention_metadata import AttentionMetadata
+from smelt.kernels.attention_metadata import AttentionMetadata, AttentionVariant
 from smelt.kernels.dispatch import CPU, GPU, has_triton, select_backend
 from smelt.kernels.kv_quant import KVQuantFormat
 
@@ -64,9 +64,11 @@ def _cpu_supports(queries: Tensor, key_pages: Tensor, kv_quant: KVQuantFormat | 
 
 def paged_attention(
     queries: Tensor, key_pages: Tensor, value_pages: Tensor, metadata: AttentionMetadata, scale: float,
-    window: int | None = None, kv_quant: KVQuantFormat | None = None,
+    window: int | None = None, kv_quant: KVQuantFormat | None = None, variant: AttentionVariant | None = None,
 ) -> Tensor:  # [tokens, heads, head_dim] -> the same shape  # fmt: skip
-    """Compute attention with the fastest backend."""
+    """Compute attention with the fastest backend; a variant has none but the reference."""
+    if variant is not None:
+        return paged_attention_reference(queries, key_pages, value_pages, metadata, scale, window, kv_quant, variant)
     backend = attention_backend(queries, key_pages, kv_quant)
     if backend == CPU:
         from smelt.kernels.cpu.program import attention
@@ -90,7 +92,7 @@ def _library() -> Any:
 
 def paged_attention_reference(
     queries: Tensor, key_pages: Tensor, value_pages: Tensor, metadata: AttentionMetadata, scale: float,
-    window: int | None = None, kv_quant: KVQuantFormat | None = None,
+    window: int | None = None, kv_quant: KVQuantFormat | None = None, variant: AttentionVariant | None = None,
 ) -> Tensor:  # [tokens, heads, head_dim] -> the same shape  # fmt: skip
     """Gather the KV cache of one request at a time. `window` is the number of positions a query attends to."""
     block_size = key_pages.shape[1]
@@ -105,16 +107,40 @@ def paged_attention_reference(
         )  # [1, kv heads, seq_len, head_dim]
         if kv_quant is not None:
             keys, values = kv_quant.dequantize(keys, queries.dtype), kv_quant.dequantize(values, queries.dtype)
-        mask = causal_mask(stop - start, seq_len, window, queries.device)
+        chunk = None if variant is None else variant.chunk
+        mask = causal_mask(stop - start, seq_len, window, queries.device, chunk)
         query = queries[start:stop].transpose(0, 1)[None]
-        attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
+        if variant is None:
+            attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
+        else:
+            attended = _attention_variant(query, keys, values, mask, scale, variant)
         output[start:stop] = attended[0].transpose(0, 1)
     return output if kv_quant is None else kv_quant.unrotate(output)
 
 
-def causal_mask(query_len: int, seq_len: int, window: int | None, device: torch.device) -> Tensor:
+def _attention_variant(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, variant: AttentionVariant
+) -> Tensor:  # [1, heads, tokens, head_dim], [1, kv heads, seq_len, head_dim] twice -> as the query
+    """Compute attention with soft-capped scores and sinks."""
+    keys, values = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (keys, values))
+    scores = (query @ keys.transpose(-1, -2)).float() * scale
+    if variant.softcap is not None:
+        scores = variant.softcap * torch.tanh(scores / variant.softcap)
+    scores = scores.masked_fill(~mask, -math.inf)
+    if variant.sinks is not None:
+        sinks = variant.sinks.float().view(1, -1, 1, 1).expand(1, -1, scores.shape[2], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    probabilities = scores.softmax(-1)[..., : keys.shape[2]].to(values.dtype)
+    return probabilities @ values
+
+
+def causal_mask(
+    query_len: int, seq_len: int, window: int | None, device: torch.device, chunk: int | None = None
+) -> Tensor:
     """Return which of `seq_len` positions each of the last `query_len` attends to, [query_len, seq_len] bool."""
     query = torch.arange(seq_len - query_len, seq_len, device=device)[:, None]
     key = torch.arange(seq_len, device=device)[None]
     mask = key <= query
+    if chunk is not None:
+        mask = mask & (key // chunk == query // chunk)
     return mask if window is None else mask & (key > query - window)

@@ -150,10 +150,12 @@ def cost_with_units(anatomy: Anatomy, counts: Sequence[int], measure: CostMetric
         return _convolution_cost(anatomy, counts, measure, workload)
     costs = unit_costs(anatomy, measure, workload)
     units = sum(unit_cost * count for unit_cost, count in zip(costs, counts, strict=True))
+    others = [layer for block in anatomy.blocks for layer in block.other_layers]
     if measure == "macs":
-        return units + sum(shared_macs(part, workload) for part in anatomy.parts)
+        fixed = sum(workload.tokens * layer.in_features * layer.out_features for layer in others)
+        return units + fixed + sum(shared_macs(part, workload) for part in anatomy.parts)
     if measure == "bytes":
-        return units
+        return units + sum(count_bytes(layer.module) for layer in others)
     current = sum(unit_cost * part.units for unit_cost, part in zip(costs, anatomy.parts, strict=True))
     return block_parameters(anatomy) - current + units
 

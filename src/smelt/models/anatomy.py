@@ -3,7 +3,8 @@
 A *part* is a set of removable units: attention heads (with grouped-query attention: a KV head and its query heads),
 feed-forward channels, or the inner channels of a residual convolution block. All parts have the same structure:
 `input_projections` compute the units and `output` consumes them, so a method needs only one formula.
-Each expert of a mixture is a part of its own.
+Each expert of a mixture is a part of its own. Linear layers of a block that belong to no part (latent attention, cross
+attention, shared experts, and all layers of a network without a row in families.py) can be quantized, not pruned.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from smelt.models.families import (
     FeedForwardPaths,
     Residual,
     family_of,
+    has_family,
 )
 from smelt.models.quantized import QuantizedConv, QuantizedLinear
 
@@ -36,12 +38,12 @@ PartKind = Literal["heads", "ffn_channels", "channels"]
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear layer, or one chunk of a fused one (`chunk` of `num_chunks`, as in GPT-2's q, k, v)."""
+    """A linear layer, or a slice of the outputs of a fused one (as GPT-2's q, k, v): `rows` from `first_row` on."""
 
     module: Any  # Linear, Conv1D or Conv2d
     path: str
-    chunk: int = 0
-    num_chunks: int = 1
+    first_row: int = 0
+    rows: int | None = None  # None: all
 
     @property
     def device(self) -> torch.device:
@@ -58,9 +60,14 @@ class Projection:
     @property
     def out_features(self) -> int:
         """The number of outputs."""
+        return self.module_rows if self.rows is None else self.rows
+
+    @property
+    def module_rows(self) -> int:
+        """The number of outputs of the whole layer."""
         if isinstance(self.module, QuantizedLinear):
-            return self.module.out_features // self.num_chunks
-        return int(self.module.weight.shape[1 if self.transposed else 0]) // self.num_chunks
+            return self.module.out_features
+        return int(self.module.weight.shape[1 if self.transposed else 0])
 
     @property
     def in_features(self) -> int:
@@ -80,12 +87,17 @@ class Projection:
     def weight(self) -> Tensor:
         """The weight as [out, in, ...], a view of the module's own storage."""
         weight: Tensor = self.module.weight.T if self.transposed else self.module.weight
-        return weight[self.chunk * self.out_features : (self.chunk + 1) * self.out_features]
+        return weight[self.slice]
 
     @property
     def bias(self) -> Tensor | None:
         bias: Tensor | None = self.module.bias
-        return None if bias is None else bias[self.chunk * self.out_features : (self.chunk + 1) * self.out_features]
+        return None if bias is None else bias[self.slice]
+
+    @property
+    def slice(self) -> slice:
+        """The rows of the layer."""
+        return slice(self.first_row, self.first_row + self.out_features)
 
 
 @dataclass(frozen=True)
@@ -98,6 +110,7 @@ class Mixture:
     router_path: str
     num_experts: int
     top_k: int
+    scales: bool = True  # the up projections enter linearly
 
 
 @dataclass(frozen=True)
@@ -123,7 +136,7 @@ class Part:
     # Of a pre-norm block: the norm that feeds only the input projections (and a mixture's router).
     pre_norm: Any = None
     mixture: Mixture | None = None  # of an expert: the mixture it belongs to
-    fixed: bool = False  # the units are coupled: none can be removed
+    fixed: str | None = None  # why none of the units can be removed
     clipped: bool = False  # values are clipped before the output: no scale or rotation can be moved across
 
     @property
@@ -142,6 +155,11 @@ class Part:
         return self.columns_per_unit // self.head_dim if self.head_dim else 1
 
     @property
+    def values(self) -> Projection | None:
+        """The value projection of attention; None if its rows are interleaved with those of others, or clipped."""
+        return self.input_projections[2] if len(self.input_projections) == 3 and not self.clipped else None
+
+    @property
     def token_fraction(self) -> float:
         """The fraction of tokens processed: 1, or top_k / num_experts for an expert (balanced routing assumed)."""
         return 1.0 if self.mixture is None else self.mixture.top_k / self.mixture.num_experts
@@ -149,12 +167,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Block:
-    """One residual block and its parts, in execution order."""
+    """One residual block and its parts, in execution order, and its linear layers that belong to no part."""
 
     index: int
     path: str
     module: nn.Module
     parts: tuple[Part, ...]
+    other_layers: tuple[Projection, ...] = ()
 
     @property
     def norm_consumers(self) -> list[tuple[Any, list[Any]]]:
@@ -183,15 +202,27 @@ class Anatomy:
         return tuple(part for block in self.blocks for part in block.parts)
 
     @property
+    def backbone(self) -> nn.Module:
+        """The module from which the paths of the family start."""
+        return _backbone(self.network)[0]
+
+    @property
     def final_norm(self) -> nn.Module | None:
         """The norm between the last block and the head, if any."""
         path = self.family.final_norm
-        return self.network.base_model.get_submodule(path) if path and self.residual == "pre" else None
+        return self.backbone.get_submodule(path) if path and self.residual == "pre" else None
 
     @property
     def embeddings(self) -> tuple[nn.Module, ...]:
         """The embedding tables that start the residual stream."""
-        return tuple(self.network.base_model.get_submodule(path) for path in self.family.embeddings)
+        return tuple(self.backbone.get_submodule(path) for path in self.family.embeddings)
+
+    @property
+    def hidden_size(self) -> int:
+        """The width of the residual stream; of a network without parts: of its widest layer input."""
+        if self.parts:
+            return self.parts[0].output.out_features
+        return max((layer.in_features for block in self.blocks for layer in block.other_layers), default=1)
 
     def shape(self) -> list[dict[str, object]]:
         """Return the remaining units of each part as plain data, enough to rebuild the structure."""
@@ -209,26 +240,63 @@ class Anatomy:
 
 
 def anatomy_of(network: PreTrainedModel) -> Anatomy:
-    """Build the structural view of a transformers network."""
-    config = network.config
-    family = family_of(config.model_type)
+    """Build the structural view of a transformers network.
+
+    Of a vision-language model, the language model is viewed; of a type without a row in families.py, the outermost
+    lists of modules with linear layers.
+    """
+    backbone, config = _backbone(network)
+    if has_family(config.model_type):
+        family = family_of(config.model_type)
+    else:
+        causal = not config.is_encoder_decoder and "ForCausalLM" in type(network).__name__
+        family = family_of(config.model_type, block_lists=_find_block_lists(backbone), causal=causal)
     residual = family.residual
     if family.pre_norm_flag is not None and not getattr(config, family.pre_norm_flag):
         residual = "post"
-    backbone = network.base_model
     prefix = next((name for name, module in network.named_modules() if module is backbone), "")
+    block_lists = family.block_lists or ("",)
+    modules = [entry for path in block_lists for entry in _block_modules(backbone, path)]
     blocks = tuple(
-        _block(family, config, residual, index, f"{prefix}.{path}".lstrip("."), module)
-        for index, (path, module) in enumerate(_block_modules(backbone, family.blocks))
+        _block(family, config, residual, index, f"{prefix}.{path}".strip("."), module)
+        for index, (path, module) in enumerate(modules)
     )
     if not blocks:
-        raise ModelError(f"no blocks were found at {family.blocks!r} in this {config.model_type} network.")
+        raise ModelError(f"no blocks were found at {' or '.join(block_lists)} in this {config.model_type} network.")
     return Anatomy(family, network, residual, blocks)
 
 
+def _backbone(network: PreTrainedModel) -> tuple[nn.Module, Any]:
+    """Return the module that holds the blocks, and its config: the base model, or the language model inside it."""
+    config = network.config
+    text = config.get_text_config()
+    if text is not config and not has_family(config.model_type):
+        models = [module for module in network.modules() if isinstance(module, PreTrainedModel)]
+        languages = [module for module in models if module.config.model_type == text.model_type]
+        if languages:
+            return languages[0].base_model, text
+    return network.base_model, config
+
+
+def _find_block_lists(backbone: nn.Module, path: str = "") -> tuple[str, ...]:
+    """Return the paths of the outermost lists of modules that contain linear layers."""
+    if isinstance(backbone, nn.ModuleList):
+        return (path,) if any(_is_linear(module) for module in backbone.modules()) else ()
+    children = ((f"{path}.{name}".lstrip("."), child) for name, child in backbone.named_children())
+    return tuple(found for child_path, child in children for found in _find_block_lists(child, child_path))
+
+
 def _block_modules(backbone: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a block list; a `*` in the path iterates over nested lists (the stages of a ResNet)."""
+    """Yield the modules of a block list; a `*` in the path iterates over nested lists (the stages of a ResNet).
+
+    Without a path, the backbone is the only block; if it has no such path, there is none.
+    """
+    if not path:
+        yield "", backbone
+        return
     head, star, tail = path.partition(".*.")
+    if not has_module(backbone, head):
+        return
     for name, child in backbone.get_submodule(head).named_children():
         if star:
             for inner, module in child.get_submodule(tail).named_children():
@@ -239,22 +307,64 @@ def _block_modules(backbone: nn.Module, path: str) -> Iterator[tuple[str, nn.Mod
 
 def _block(family: Family, config: Any, residual: Residual, index: int, path: str, module: nn.Module) -> Block:
     parts: list[Part] = []
-    norms = family.norms if residual == "pre" else None
-    pre_norms = [module.get_submodule(norm) for norm in norms] if norms else [None, None]
-    if family.attention is not None:
+    norms = family.norms if residual != "post" else None
+    pre_norms = [
+        module.get_submodule(norm) if norm and has_module(module, norm) else None for norm in norms or ("", "")
+    ]
+    if family.attention is not None and has_module(module, family.attention.owner):
         attention = _attention(family.attention, index, path, module)
         clipped = family.attention.clip is not None and getattr(config, family.attention.clip, None) is not None
-        parts.append(replace(attention, pre_norm=pre_norms[0], clipped=clipped))
-    if family.experts is not None and _has(module, family.experts.owner):
-        parts.extend(replace(part, pre_norm=pre_norms[1]) for part in _experts(family.experts, index, path, module))
-    elif family.feed_forward is not None:
-        parts.append(replace(_feed_forward(family.feed_forward, index, path, module), pre_norm=pre_norms[1]))
+        fixed = family.attention.fixed
+        if family.attention.fixed_if is not None and not getattr(config, family.attention.fixed_if, False):
+            fixed = None
+        parts.append(replace(attention, pre_norm=pre_norms[0], clipped=clipped, fixed=fixed))
+    if family.experts is not None and has_module(module, family.experts.owner):
+        experts = _experts(family.experts, config, index, path, module)
+        parts.extend(replace(part, pre_norm=pre_norms[1]) for part in experts)
+    else:
+        feed_forward = _alternative(family.feed_forward, module)
+        if feed_forward is not None:
+            parts.append(replace(_feed_forward(feed_forward, index, path, module), pre_norm=pre_norms[1]))
     parts.extend(_channels(family, index, path, module))
-    return Block(index, path, module, tuple(parts))
+    return Block(index, path, module, tuple(parts), _other_layers(family, path, module, parts))
 
 
-def _projection(block: nn.Module, block_path: str, path: str, chunk: int = 0, num_chunks: int = 1) -> Projection:
-    return Projection(block.get_submodule(path), f"{block_path}.{path}", chunk, num_chunks)
+# Small layers that decide where tokens go; rounding them changes more than it saves.
+_ROUTERS = {"gate", "router", "shared_expert_gate", "gating"}
+
+
+def _other_layers(family: Family, path: str, block: nn.Module, parts: list[Part]) -> tuple[Projection, ...]:
+    """Return the linear layers of a block that belong to no part and can be quantized."""
+    in_parts = {projection.path for part in parts for projection in (*part.input_projections, part.output)}
+    layers = ((f"{path}.{name}".strip("."), name, module) for name, module in block.named_modules())
+    return tuple(
+        Projection(module, layer_path)
+        for layer_path, name, module in layers
+        if _is_linear(module)
+        and layer_path not in in_parts
+        and name not in family.unquantized
+        and name.rpartition(".")[2] not in _ROUTERS
+    )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | Conv1D | QuantizedLinear) and not isinstance(module, QuantizedConv)
+
+
+def _alternative(paths: Any, block: nn.Module) -> FeedForwardPaths | None:
+    """Return the first alternative whose paths all exist."""
+    alternatives = paths if isinstance(paths, tuple) else () if paths is None else (paths,)
+    for alternative in alternatives:
+        if all(has_module(block, name) for name in (*alternative.input_projections, alternative.output)):
+            found: FeedForwardPaths = alternative
+            return found
+    return None
+
+
+def _projection(
+    block: nn.Module, block_path: str, path: str, first_row: int = 0, rows: int | None = None
+) -> Projection:
+    return Projection(block.get_submodule(path), f"{block_path}.{path}", first_row, rows)
 
 
 def _attention(paths: AttentionPaths, index: int, path: str, block: nn.Module) -> Part:
@@ -267,13 +377,21 @@ def _attention(paths: AttentionPaths, index: int, path: str, block: nn.Module) -
             "heads", index, f"{path}.{paths.owner}", 0, original, (), (), output, width, owner,
             attention=paths, head_dim=head_dim,
         )  # fmt: skip
-    num_chunks = 3 if paths.fused else 1
-    input_projections = tuple(
-        _projection(block, path, name, position if paths.fused else 0, num_chunks)
-        for position, name in enumerate((paths.queries, paths.keys, paths.values))
-    )
-    units = input_projections[1].out_features // head_dim
-    width = output.in_features // units
+    names = (paths.queries, paths.keys, paths.values)
+    if paths.fused:
+        fused = _projection(block, path, paths.queries)
+        units = (fused.out_features - output.in_features) // (2 * head_dim)  # a KV head has a key and a value
+        if paths.interleaved:
+            input_projections: tuple[Projection, ...] = (fused,)
+        else:
+            sizes = (output.in_features, units * head_dim, units * head_dim)
+            starts = (0, sizes[0], sizes[0] + sizes[1])
+            input_projections = tuple(
+                _projection(block, path, name, *span) for name, *span in zip(names, starts, sizes, strict=True)
+            )
+    else:
+        input_projections = tuple(_projection(block, path, name) for name in names)
+        units = input_projections[1].out_features // head_dim
     return Part(
         kind="heads",
         block=index,
@@ -281,13 +399,12 @@ def _attention(paths: AttentionPaths, index: int, path: str, block: nn.Module) -
         units=units,
         original_units=getattr(owner, "smelt_original_units", units),
         input_projections=input_projections,
-        rows_per_unit=(width, head_dim, head_dim),
+        rows_per_unit=tuple(projection.out_features // units for projection in input_projections),
         output=output,
-        columns_per_unit=width,
+        columns_per_unit=output.in_features // units,
         owner=owner,
         attention=paths,
         head_dim=head_dim,
-        fixed=paths.joint_norms,
     )
 
 
@@ -300,7 +417,7 @@ def _feed_forward(paths: FeedForwardPaths, index: int, path: str, block: nn.Modu
         path=f"{path}.{paths.output.rpartition('.')[0]}".rstrip("."),
         units=units,
         original_units=getattr(owner, "smelt_original_units", units),
-        input_projections=tuple(_projection(block, path, name) for name in paths.input_projections),
+        input_projections=_feed_forward_inputs(paths, path, block, units),
         rows_per_unit=(1,) * len(paths.input_projections),
         output=output,
         columns_per_unit=1,
@@ -308,7 +425,16 @@ def _feed_forward(paths: FeedForwardPaths, index: int, path: str, block: nn.Modu
     )
 
 
-def _experts(paths: ExpertPaths, index: int, path: str, block: nn.Module) -> Iterator[Part]:
+def _feed_forward_inputs(
+    paths: FeedForwardPaths, path: str, block: nn.Module, units: int
+) -> tuple[Projection, ...]:  # up, gate
+    names = paths.input_projections
+    if len(names) == 2 and names[0] == names[1]:  # the outputs of the gate come first
+        return tuple(_projection(block, path, names[0], first_row, units) for first_row in (units, 0))
+    return tuple(_projection(block, path, name) for name in names)
+
+
+def _experts(paths: ExpertPaths, config: Any, index: int, path: str, block: nn.Module) -> Iterator[Part]:
     module, router = block.get_submodule(paths.owner), block.get_submodule(paths.router)
     if not isinstance(module, SeparateExperts):
         raise ModelError(
@@ -316,7 +442,8 @@ def _experts(paths: ExpertPaths, index: int, path: str, block: nn.Module) -> Ite
         )
     mixture = Mixture(
         path=f"{path}.{paths.owner}", module=module, router=router, router_path=f"{path}.{paths.router}",
-        num_experts=len(module), top_k=int(getattr(router, paths.top_k)),
+        num_experts=len(module), top_k=int(getattr(router, paths.top_k, None) or getattr(config, paths.top_k)),
+        scales=paths.scales,
     )  # fmt: skip
     for position in range(len(module)):
         inside = f"{paths.owner}.{position}"
@@ -327,7 +454,9 @@ def _experts(paths: ExpertPaths, index: int, path: str, block: nn.Module) -> Ite
 def _channels(family: Family, index: int, path: str, block: nn.Module) -> Iterator[Part]:
     for alternative in family.channels:
         if all(
-            _has(block, name) for paths in alternative for name in (paths.input_projection, paths.norm, paths.output)
+            has_module(block, name)
+            for paths in alternative
+            for name in (paths.input_projection, paths.norm, paths.output)
         ):
             for paths in alternative:
                 yield _channel_part(paths, index, path, block)
@@ -352,7 +481,8 @@ def _channel_part(paths: ChannelPaths, index: int, path: str, block: nn.Module) 
     )
 
 
-def _has(module: nn.Module, path: str) -> bool:
+def has_module(module: nn.Module, path: str) -> bool:
+    """Return whether a module has a submodule at this path."""
     try:
         module.get_submodule(path)
     except AttributeError:

@@ -8,6 +8,7 @@ transformers itself can load the folder.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from smelt.models.image_processor import ImageProcessor
 from smelt.models.json_file import read_object
 from smelt.models.kv_cache import KVCacheFormat
 from smelt.models.model import Model
-from smelt.models.network import empty_network, parameters_on_meta
+from smelt.models.network import check_buffers, empty_network, parameters_on_meta
 from smelt.models.quantized import LOW_RANK_NAMES, prepare_quantized_layers, quantized_layers
 from smelt.models.surgery import restore_shape
 from smelt.models.tokenizer import load_tokenizer
@@ -32,6 +33,7 @@ from smelt.models.weights import TensorHeader, read_headers, read_safetensors
 from smelt.version import __version__
 
 FORMAT = 2
+_TEXT_CONFIG = "text_config"
 _OLD_FORMAT = 1  # calls the part kind "ffn_channels" "filters"
 
 
@@ -40,7 +42,7 @@ def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = No
     network = model.network
     anatomy = model.anatomy
     packed = quantized_layers(network)
-    write_json(folder / "config.json", {**plain_config(network), **layer_fields(anatomy)})
+    write_json(folder / "config.json", shaped_config(anatomy))
     save_file(distinct_tensors(network), folder / "model.safetensors", metadata={"format": "pt"})
     if network.can_generate():
         network.generation_config.save_pretrained(folder)
@@ -68,6 +70,7 @@ def load_artifact(folder: Path, *, dtype: torch.dtype | None = None, device: str
     shapes = {name: header.shape for name, header in headers.items()}
     outline = shaped_network(folder, content)
     check_shapes(outline, shapes, folder)  # before allocating memory
+    check_buffers(outline, sum(math.prod(shape) for shape in shapes.values()), str(folder))
     _check_packed(outline, headers, folder)
     with parameters_on_meta():
         network = shaped_network(folder, content, device="cpu")
@@ -109,7 +112,9 @@ def shaped_network(folder: Path, content: dict[str, Any] | None = None, device: 
     content = content if content is not None else read_object(folder / "smelt.json")
     shape = _current_shape(content, folder)
     values = read_object(folder / "config.json")
-    values.pop("per_layer_config", None)
+    for config in (values, values.get(_TEXT_CONFIG)):
+        if isinstance(config, dict):
+            config.pop("per_layer_config", None)
     network = empty_network(config_from(values, str(folder / "config.json")), str(folder), device)
     anatomy = anatomy_of(network)
     restore_shape(anatomy, checked_shape(anatomy, shape, folder))
@@ -217,7 +222,16 @@ def plain_config(network: PreTrainedModel) -> dict[str, Any]:
     values.pop("transformers_version", None)
     values["architectures"] = [type(network).__name__]
     values["dtype"] = str(next(network.parameters()).dtype).removeprefix("torch.")
-    return {name: values[name] for name in sorted(values)}
+    encoded: dict[str, Any] = network.config._encode_special_floats(values)  # infinity, as transformers writes it
+    return {name: encoded[name] for name in sorted(encoded)}
+
+
+def shaped_config(anatomy: Anatomy) -> dict[str, Any]:
+    """Return the config with the widths of the layers; those of a vision-language model are in its text config."""
+    values, fields = plain_config(anatomy.network), layer_fields(anatomy)
+    if fields and not isinstance(values.get(_TEXT_CONFIG), dict):
+        return {**values, **fields}
+    return {**values, _TEXT_CONFIG: {**values[_TEXT_CONFIG], **fields}} if fields else values
 
 
 def layer_fields(anatomy: Anatomy) -> dict[str, Any]:
@@ -236,7 +250,7 @@ def layer_fields(anatomy: Anatomy) -> dict[str, Any]:
         if len(set(sizes.get("experts", []))) == 1:  # otherwise keep the list, for which transformers has no field
             sizes["experts"] = sizes["experts"][0]
         layers[str(block.index)] = {names[size_name]: size for size_name, size in sizes.items() if size_name in names}
-    if not names or not _is_pruned(anatomy):
+    if not names or not is_pruned(anatomy):
         return {}
     first = layers["0"]
     equal = all(layer == first for layer in layers.values())
@@ -245,7 +259,8 @@ def layer_fields(anatomy: Anatomy) -> dict[str, Any]:
     return {"per_layer_config": layers}
 
 
-def _is_pruned(anatomy: Anatomy) -> bool:
+def is_pruned(anatomy: Anatomy) -> bool:
+    """Return whether a part has lost units."""
     return any(part.units != part.original_units for part in anatomy.parts)
 
 
@@ -265,9 +280,9 @@ def has_plain_field(anatomy: Anatomy, part: Part, units: int) -> bool:
     """Return whether a plain config field can say that all parts like this one have this many units."""
     if part.kind != "heads":
         return units > 0 and ("experts" if part.mixture is not None else part.kind) in anatomy.family.config_names
-    config, heads = anatomy.network.config, units * part.heads_per_unit
+    config, heads = anatomy.network.config.get_text_config(), units * part.heads_per_unit
     named = "heads" in anatomy.family.config_names and getattr(config, "head_dim", None) is not None
-    return named and heads > 0 and config.hidden_size % heads == 0
+    return named and heads > 0 and anatomy.hidden_size % heads == 0
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -15,7 +15,9 @@ from transformers.utils import logging
 from smelt.errors import ModelError
 from smelt.models import cifar_resnet
 from smelt.models.json_file import one_line, read_object
-from smelt.models.model_types import LOADABLE_TYPES
+from smelt.models.model_types import check_loadable
+
+cifar_resnet.register()
 
 cifar_resnet.register()
 
@@ -29,11 +31,13 @@ _INSTRUCTIONS = {
     "fusion_config",
     "transformers_weights",
 }
-# The objects that configs of loadable types contain. Any other may be the config of a second model.
+# The objects that configs contain beside nested configs. Any other may be the config of a second model.
 _OBJECTS = {
     *("id2label", "label2id", "per_layer_config", "pruned_heads", "rope_parameters", "rope_scaling"),
     "task_specific_params",
 }
+# The lists of lists that describe layers.
+_NESTED_LISTS = {"attention_types"}
 _DTYPES = {"float32", "float16", "bfloat16", "float64"}
 _MAX_LIST = 1_000  # entries of a list of sizes, and of blocks that such a list describes
 _MAX_EXPERTS = 2**15  # of all layers: each becomes a module
@@ -53,6 +57,17 @@ _MAX_SIZES = {
     "vocab_size": 2**24,
     **dict.fromkeys(["max_position_embeddings", "n_positions"], 2**27),
 }
+
+# Of other numbers, by a word in their name (the first that fits).
+_MAX_SIZES_BY_WORD = {
+    **dict.fromkeys(["token_id", "vocab", "position", "seq_len", "length", "rate"], 2**27),
+    **dict.fromkeys(["layers", "blocks", "depth", "stages", "group"], 1_000),
+    **dict.fromkeys(["heads", "experts"], 2**12),
+    **dict.fromkeys(["size", "dim", "width", "channel", "hidden"], 2**20),
+}
+_MAX_NUMBER = 2**31
+
+_MAY_BE_ZERO = {"type_vocab_size"}  # DeBERTa has no token types
 
 _GENERATION_KEYS = {
     *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
@@ -130,40 +145,75 @@ def config_from(values: dict[str, Any], where: str) -> PreTrainedConfig:
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
         raise ModelError(f"{where} has no model_type, so the architecture is unknown.")
-    if model_type not in LOADABLE_TYPES or model_type not in CONFIG_MAPPING:
-        raise ModelError(
-            f"{where} has the model_type {model_type!r:.80}, which Smelt does not load: it builds only types that "
-            "bring no second model, and never runs code that comes with a model."
-        )
+    check_loadable(model_type, where)
     if values.get("quantization_config"):
         raise ModelError(f"{where} describes an already quantized model; use the unquantized one.")
     try:
         _check_sizes(values, where, minimum=1)
         _check_counts(values, where)
         with quiet_transformers(), hub_offline():
-            return CONFIG_MAPPING[model_type].from_dict(_without_instructions(values))
+            config_class = CONFIG_MAPPING[model_type]
+            return config_class.from_dict(_safe_values(config_class._decode_special_floats(values), where))
     except ModelError:
         raise
     except Exception as error:  # a third-party constructor may raise anything on untrusted values
         raise ModelError(f"{where} is not a usable {model_type} config ({one_line(error)}).") from error
 
 
+def _safe_values(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the values without instructions; nested configs of the type are checked like the outer one."""
+    safe = _without_instructions(values)
+    for key, config_class in CONFIG_MAPPING[values["model_type"]].sub_configs.items():
+        nested = values.get(key)
+        if not isinstance(nested, dict):
+            continue
+        model_type = nested.get("model_type", getattr(config_class, "model_type", ""))
+        if getattr(config_class, "model_type", "") not in ("", model_type):
+            raise ModelError(f"{where} has a {key} of the model_type {model_type!r:.80}, which it cannot contain.")
+        if model_type:  # otherwise a group of settings, which builds nothing
+            check_loadable(str(model_type), f"{where} ({key})", nested=True)
+            _check_counts(nested, where)
+        safe[key] = _without_instructions(nested)
+    return safe
+
+
 def _check_sizes(values: dict[str, Any], where: str, minimum: int) -> None:
     for key, value in values.items():
-        if key in _MAX_SIZES:
+        if (maximum := _MAX_SIZES.get(key)) is not None:
+            least = 0 if key in _MAY_BE_ZERO else minimum
             for size in value if isinstance(value, list) else [value]:
-                if size is not None and not (type(size) is int and minimum <= size <= _MAX_SIZES[key]):
-                    limits = f"{minimum} to {_MAX_SIZES[key]}"
+                if size is not None and not (type(size) is int and least <= size <= maximum):
+                    limits = f"{least} to {maximum}"
                     raise ModelError(f"{where} has {key} = {value!r:.80}; a whole number from {limits} is expected.")
         elif isinstance(value, dict):
             # Sizes of a single layer may be 0 after pruning; those of the network may not.
             _check_sizes(value, where, minimum=0 if key == "per_layer_config" else minimum)
+        else:
+            _check_unknown_size(key, value, where)
+
+
+def _check_unknown_size(key: str, value: Any, where: str) -> None:
+    """Bound the numbers of fields that no table names, by what their names say. A network that is too large for them
+    nonetheless is refused while it is built, and before its weights are allocated."""
+    maximum = next((limit for word, limit in _MAX_SIZES_BY_WORD.items() if word in key), _MAX_NUMBER)
+    for number in _numbers(value):
+        if abs(number) > maximum:
+            raise ModelError(f"{where} has {key} = {value!r:.80}; numbers up to {maximum} are accepted.")
+
+
+def _numbers(value: Any) -> Iterator[int]:
+    """Yield the whole numbers in a value of a config."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _numbers(item)
+    elif type(value) is int:
+        yield value
 
 
 def _check_counts(values: dict[str, Any], where: str) -> None:
     """Check the number of modules, each of which costs time and memory even on the meta device."""
     for key, value in values.items():
-        if key not in _MAX_SIZES or not isinstance(value, list):
+        if not isinstance(value, list):
             continue
         if len(value) > _MAX_LIST or (key == "depths" and sum(size or 0 for size in value) > _MAX_LIST):
             raise ModelError(f"{where} has a {key} that describes more than {_MAX_LIST} layers.")
@@ -181,7 +231,11 @@ def _without_instructions(values: dict[str, Any], nested: bool = False) -> dict[
             continue
         if key in ("dtype", "torch_dtype") and str(value) not in _DTYPES:
             continue
-        if isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+        if (
+            isinstance(value, list)
+            and any(isinstance(item, dict | list) for item in value)
+            and key not in _NESTED_LISTS
+        ):
             continue
         if isinstance(value, dict) and not nested and key not in _OBJECTS:
             continue

@@ -1,6 +1,7 @@
 """Where each model family keeps its parts: module paths from the backbone and attribute names, as plain data.
 
-To add a family, add a row to FAMILIES; methods never name one.
+To add a family, add a row to FAMILIES (docs/adding-a-family.md); methods never name one. A network of a type without a
+row is still loaded and quantized: its blocks are found by their structure, but it has no parts that could be pruned.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from smelt.errors import ModelError
-
-Residual = Literal["pre", "post"]
+# Where a block normalizes: what its parts read ("pre"), or the sum of residual and part ("post"). "other": neither, as
+# in parallel blocks, with norms between a part and the sum, or with multipliers.
+Residual = Literal["pre", "post", "other"]
+GUIDE = "docs/adding-a-family.md"
 
 
 @dataclass(frozen=True)
@@ -24,22 +26,31 @@ class AttentionPaths:
     values: str
     output: str
     head_dim: str = "head_dim"
-    # Attributes of the owner that its forward reads and that change with the heads: name -> "heads" or "width".
+    # Attributes of the owner that its forward reads and that change with the heads: name -> "heads", "kv_heads" or
+    # "width".
     attributes: Mapping[str, str] = field(default_factory=dict)
     # The argument with one plane per head (MPNet's shared position bias), sliced to the kept heads.
     head_planes: str | None = None
-    joint_norms: bool = False  # Q/K norms span all heads: no head can be removed
+    fixed: str | None = None  # why no head can be removed
+    removable: bool = True  # all heads can be removed; false: the owner does more than attend, so one must stay
+    fixed_if: str | None = None  # `fixed` holds only if this config field is true
     clip: str | None = None  # the config field with the clipping bound of queries, keys and values
+    interface: bool = True  # transformers lets us replace its attention function; false: the module has its own
+    # One layer computes the queries, key and value of a KV head as adjacent rows, KV head after KV head.
+    interleaved: bool = False
 
     @property
     def fused(self) -> bool:
-        """Whether one module computes queries, keys and values, in that order."""
+        """Whether one module computes queries, keys and values."""
         return self.queries == self.keys == self.values
 
 
 @dataclass(frozen=True)
 class FeedForwardPaths:
-    """Paths from a block to its feed-forward: input projections (up, optionally gate) and output projection."""
+    """Paths from a block to its feed-forward: input projections (up, optionally gate) and output projection.
+
+    The same path twice is one layer whose outputs are those of the gate, then those of the up projection.
+    """
 
     input_projections: tuple[str, ...]
     output: str
@@ -55,7 +66,9 @@ class ExpertPaths:
     gate: str
     up: str
     down: str
-    top_k: str = "top_k"  # the router's attribute: the number of experts per token
+    top_k: str = "top_k"  # an attribute of the router or a config field: the number of experts per token
+    scales: bool = True  # the up projection enters the product linearly: a scale can be moved into the output
+    published: bool = True  # transformers reads experts under these names; false: published checkpoints fuse them
 
 
 @dataclass(frozen=True)
@@ -69,28 +82,47 @@ class ChannelPaths:
 
 @dataclass(frozen=True)
 class Family:
-    """One family of architectures. `blocks` is the path of the block list from `network.base_model`."""
+    """One family of architectures.
+
+    `blocks` are the paths of the block lists from `network.base_model` (of a vision-language model: from its language
+    model); those that a network lacks are skipped. A part that a block lacks is skipped too.
+    """
 
     name: str
     model_types: tuple[str, ...]
-    blocks: str
+    blocks: str | tuple[str, ...]
     residual: Residual
     causal: bool = False  # a position attends to earlier ones only
     returns_tuple: bool = False  # a block returns (hidden states, ...) and not the hidden states themselves
+    # Whether each block gets the output of the block before it; None: found out when the network is calibrated.
+    chain: bool | None = True
     attention: AttentionPaths | None = None
-    feed_forward: FeedForwardPaths | None = None
+    feed_forward: FeedForwardPaths | tuple[FeedForwardPaths, ...] | None = None  # alternatives as for `channels`
     experts: ExpertPaths | None = None  # of a mixture of experts; a block without experts has the feed-forward
     channels: tuple[tuple[ChannelPaths, ...], ...] = ()  # alternatives; the first whose paths all exist is used
     # Config fields of the sizes that surgery changes, where transformers has one.
     config_names: Mapping[str, str] = field(default_factory=dict)
     # Of pre-norm families: the norms before attention and feed-forward (from a block), the final norm, and the
     # embedding tables that start the residual stream (from the backbone).
-    norms: tuple[str, str] | None = None
+    norms: tuple[str | None, str | None] | None = None  # None: a scale cannot be folded into it
     final_norm: str | None = None
     embeddings: tuple[str, ...] = ()
     # The config flag that, when false, makes a pre-norm family post-norm (OPT-350m).
     pre_norm_flag: str | None = None
+    unquantized: tuple[str, ...] = ()  # linear layers of a block that are too sensitive or too small
+    quirks: tuple[str, ...] = ()  # how the family differs from its relatives, for the documentation
 
+    @property
+    def block_lists(self) -> tuple[str, ...]:
+        return (self.blocks,) if isinstance(self.blocks, str) else self.blocks
+
+    @property
+    def prunable(self) -> bool:
+        """Whether networks of this family have parts."""
+        return bool(self.attention or self.feed_forward or self.experts or self.channels)
+
+
+_JOINT_NORMS = "share one norm"
 
 _LLAMA_ATTENTION = AttentionPaths(
     owner="self_attn",
@@ -117,9 +149,29 @@ _GROUPED_NAMES = {
 }
 _PLAIN_NAMES = {"heads": "num_attention_heads", "ffn_channels": "intermediate_size"}
 
+_FUSED_GATE_UP = FeedForwardPaths(input_projections=("mlp.gate_up_proj",) * 2, output="mlp.down_proj")
+_FUSED_QKV = "are read from one fused layer at fixed offsets"
+_ALIBI = "have a slope of the ALiBi position bias each"
+_POST_NORMS = "norms between each part and the residual sum"
+_PARALLEL = "attention and feed-forward run in parallel on one norm"
+_OFFSET_NORMS = "norm weights are stored minus one"
+_SHARED_EXPERTS = "shared experts beside the routed ones (quantized, not pruned)"
+_WINDOWS = "layers with a sliding window"
+_BART_ATTENTION = AttentionPaths(
+    owner="self_attn",
+    queries="self_attn.q_proj",
+    keys="self_attn.k_proj",
+    values="self_attn.v_proj",
+    output="self_attn.out_proj",
+    attributes={"num_heads": "heads"},
+)
+
 _LLAMA = Family(
     name="llama",
-    model_types=("llama", "mistral", "qwen2", "qwen3", "smollm3"),
+    model_types=(
+        *("llama", "mistral", "qwen2", "qwen3", "smollm3", "seed_oss", "helium", "ernie4_5", "ministral", "ministral3"),
+        *("hunyuan_v1_dense", "cwm", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"),
+    ),
     blocks="layers",
     residual="pre",
     causal=True,
@@ -152,14 +204,375 @@ FAMILIES: tuple[Family, ...] = (
         _LLAMA,
         name="olmoe",
         model_types=("olmoe",),
-        attention=replace(_LLAMA_ATTENTION, joint_norms=True, clip="clip_qkv"),
+        attention=replace(_LLAMA_ATTENTION, fixed=_JOINT_NORMS, clip="clip_qkv"),
         feed_forward=None,
         experts=_EXPERTS,
         config_names={**_GROUPED_NAMES, "experts": "intermediate_size"},
     ),
+    replace(
+        _LLAMA,
+        name="gemma",
+        model_types=("gemma",),
+        norms=None,
+        final_norm=None,
+        quirks=(_OFFSET_NORMS, "embeddings scaled by the square root of the hidden size"),
+    ),
+    replace(
+        _LLAMA,
+        name="gemma2",
+        model_types=("gemma2", "gemma3_text"),
+        residual="other",
+        norms=None,
+        final_norm=None,
+        quirks=(_OFFSET_NORMS, _POST_NORMS, _WINDOWS, "Gemma 2: soft-capped logits; Gemma 3: Q/K norms per head"),
+    ),
+    replace(
+        _LLAMA,
+        name="phi",
+        model_types=("phi",),
+        residual="other",
+        attention=replace(_LLAMA_ATTENTION, output="self_attn.dense"),
+        feed_forward=FeedForwardPaths(input_projections=("mlp.fc1",), output="mlp.fc2"),
+        norms=None,
+        final_norm=None,
+        quirks=(_PARALLEL, "partial rotary embedding"),
+    ),
+    replace(
+        _LLAMA,
+        name="phi3",
+        model_types=("phi3",),
+        attention=AttentionPaths(
+            "self_attn", *("self_attn.qkv_proj",) * 3, output="self_attn.o_proj", fixed=_FUSED_QKV
+        ),
+        feed_forward=_FUSED_GATE_UP,
+        quirks=("one layer for queries, keys and values, and one for gate and up projection",),
+    ),
+    replace(
+        _LLAMA,
+        name="phimoe",
+        model_types=("phimoe",),
+        feed_forward=None,
+        experts=ExpertPaths("mlp.experts", "mlp.router", gate="w1", up="w3", down="w2", top_k="num_experts_per_tok"),
+        config_names={**_GROUPED_NAMES, "experts": "intermediate_size"},
+        quirks=("sparse-mixer routing", "layer norms with bias"),
+    ),
+    replace(
+        _LLAMA,
+        name="gpt-oss",
+        model_types=("gpt_oss",),
+        attention=replace(_LLAMA_ATTENTION, fixed="have an attention sink each"),
+        feed_forward=None,
+        experts=replace(_EXPERTS, router="mlp.router", scales=False, published=False),
+        config_names={**_GROUPED_NAMES, "experts": "intermediate_size"},
+        quirks=("attention sinks", _WINDOWS, "clamped activation and biases in the experts"),
+    ),
+    replace(
+        _LLAMA,
+        name="deepseek",
+        model_types=("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+        residual="other",
+        attention=None,
+        experts=_EXPERTS,
+        config_names={"ffn_channels": "intermediate_size", "experts": "moe_intermediate_size"},
+        norms=None,
+        final_norm=None,
+        quirks=("multi-head latent attention (quantized, not pruned)", _SHARED_EXPERTS, "first layers without experts"),
+    ),
+    replace(
+        _LLAMA,
+        name="qwen2-moe",
+        model_types=("qwen2_moe",),
+        experts=_EXPERTS,
+        config_names={**_GROUPED_NAMES, "experts": "moe_intermediate_size"},
+        norms=("input_layernorm", None),
+        final_norm=None,
+        quirks=(_SHARED_EXPERTS,),
+    ),
+    replace(
+        _LLAMA,
+        name="glm4-moe",
+        model_types=("glm4_moe", "ernie4_5_moe", "dots1"),
+        experts=_EXPERTS,
+        config_names={**_GROUPED_NAMES, "experts": "moe_intermediate_size"},
+        norms=("input_layernorm", None),
+        final_norm=None,
+        quirks=(_SHARED_EXPERTS, "first layers without experts"),
+    ),
+    replace(
+        _LLAMA,
+        name="qwen3-next",
+        model_types=("qwen3_next",),
+        residual="other",
+        experts=_EXPERTS,
+        config_names={**_GROUPED_NAMES, "experts": "moe_intermediate_size"},
+        norms=None,
+        final_norm=None,
+        quirks=(
+            _OFFSET_NORMS,
+            _SHARED_EXPERTS,
+            "gated attention",
+            "layers with gated delta rule instead of attention (quantized, not pruned)",
+        ),
+    ),
+    replace(
+        _LLAMA,
+        name="llama4",
+        model_types=("llama4_text",),
+        blocks=("layers", "model.layers"),
+        feed_forward=FeedForwardPaths(
+            input_projections=("feed_forward.up_proj", "feed_forward.gate_proj"), output="feed_forward.down_proj"
+        ),
+        config_names={},
+        norms=("input_layernorm", None),
+        final_norm=None,
+        quirks=("attention in chunks", "layers without rotary embedding", "experts are quantized, not pruned"),
+    ),
+    replace(
+        _LLAMA, name="glm", model_types=("glm",), feed_forward=_FUSED_GATE_UP, quirks=("partial rotary embedding",)
+    ),
+    replace(
+        _LLAMA,
+        name="glm4",
+        model_types=("glm4",),
+        residual="other",
+        feed_forward=_FUSED_GATE_UP,
+        quirks=(_POST_NORMS, "partial rotary embedding"),
+    ),
+    replace(
+        _LLAMA,
+        name="granite",
+        model_types=("granite",),
+        residual="other",
+        quirks=("multipliers of embeddings, attention, residual and logits",),
+    ),
+    replace(
+        _LLAMA,
+        name="granitemoe",
+        model_types=("granitemoe",),
+        residual="other",
+        feed_forward=None,
+        experts=replace(_EXPERTS, owner="block_sparse_moe.experts", router="block_sparse_moe.router", published=False),
+        config_names={**_GROUPED_NAMES, "experts": "intermediate_size"},
+        quirks=("multipliers of embeddings, attention, residual and logits",),
+    ),
+    replace(
+        _LLAMA,
+        name="cohere",
+        model_types=("cohere", "cohere2"),
+        residual="other",
+        attention=replace(_LLAMA_ATTENTION, fixed="have a norm each", fixed_if="use_qk_norm"),
+        norms=None,
+        final_norm=None,
+        quirks=(_PARALLEL, "scaled logits", "Cohere 2: layers with a sliding window"),
+    ),
+    replace(
+        _LLAMA,
+        name="olmo",
+        model_types=("olmo",),
+        attention=replace(_LLAMA_ATTENTION, clip="clip_qkv"),
+        norms=None,
+        final_norm=None,
+        quirks=("norms without weights", "clipped queries, keys and values"),
+    ),
+    replace(
+        _LLAMA,
+        name="olmo2",
+        model_types=("olmo2", "olmo3"),
+        residual="other",
+        attention=replace(_LLAMA_ATTENTION, fixed=_JOINT_NORMS),
+        norms=None,
+        final_norm=None,
+        quirks=(_POST_NORMS, "no norm before a part", "Q/K norms over all heads"),
+    ),
+    replace(
+        _LLAMA,
+        name="exaone4",
+        model_types=("exaone4",),
+        residual="other",
+        norms=None,
+        final_norm=None,
+        quirks=(_POST_NORMS, "no norm before a part", _WINDOWS),
+    ),
+    replace(
+        _LLAMA,
+        name="nemotron",
+        model_types=("nemotron",),
+        attention=replace(_LLAMA_ATTENTION, attributes={"num_heads": "heads", "num_key_value_heads": "kv_heads"}),
+        feed_forward=FeedForwardPaths(input_projections=("mlp.up_proj",), output="mlp.down_proj"),
+        norms=None,
+        final_norm=None,
+        quirks=(_OFFSET_NORMS, "feed-forward without a gate", "partial rotary embedding"),
+    ),
+    replace(
+        _LLAMA,
+        name="lfm2",
+        model_types=("lfm2",),
+        residual="other",
+        attention=replace(_LLAMA_ATTENTION, output="self_attn.out_proj"),
+        feed_forward=FeedForwardPaths(
+            input_projections=("feed_forward.w3", "feed_forward.w1"), output="feed_forward.w2"
+        ),
+        config_names={},
+        norms=("operator_norm", "ffn_norm"),
+        final_norm=None,
+        quirks=("layers with a short convolution instead of attention (quantized, not pruned)",),
+    ),
+    replace(
+        _LLAMA,
+        name="starcoder2",
+        model_types=("starcoder2",),
+        feed_forward=FeedForwardPaths(input_projections=("mlp.c_fc",), output="mlp.c_proj"),
+        quirks=("layer norms and biases", "feed-forward without a gate"),
+    ),
+    replace(
+        _LLAMA,
+        name="stablelm",
+        model_types=("stablelm",),
+        residual="other",
+        attention=replace(
+            _LLAMA_ATTENTION,
+            attributes={"num_heads": "heads", "num_key_value_heads": "kv_heads"},
+            fixed="have a norm each",
+            fixed_if="qk_layernorm",
+        ),
+        norms=None,
+        final_norm=None,
+        quirks=("layer norms with bias", "optionally parallel", "partial rotary embedding"),
+    ),
+    Family(
+        name="falcon",
+        model_types=("falcon",),
+        blocks="h",
+        residual="other",
+        causal=True,
+        chain=None,
+        attention=AttentionPaths(
+            "self_attention",
+            *("self_attention.query_key_value",) * 3,
+            output="self_attention.dense",
+            fixed=_FUSED_QKV,
+            interleaved=True,
+            interface=False,
+        ),
+        feed_forward=FeedForwardPaths(input_projections=("mlp.dense_h_to_4h",), output="mlp.dense_4h_to_h"),
+        config_names={"ffn_channels": "ffn_hidden_size"},
+        quirks=("one layer for queries, keys and values", _PARALLEL, "rotary embedding or ALiBi"),
+    ),
+    Family(
+        name="bloom",
+        model_types=("bloom",),
+        blocks="h",
+        residual="other",
+        causal=True,
+        chain=None,
+        attention=AttentionPaths(
+            "self_attention",
+            *("self_attention.query_key_value",) * 3,
+            output="self_attention.dense",
+            fixed=_ALIBI,
+            interleaved=True,
+            interface=False,
+        ),
+        feed_forward=FeedForwardPaths(input_projections=("mlp.dense_h_to_4h",), output="mlp.dense_4h_to_h"),
+        quirks=("ALiBi", "one layer for queries, keys and values"),
+    ),
+    Family(
+        name="mpt",
+        model_types=("mpt",),
+        blocks="blocks",
+        residual="other",
+        causal=True,
+        chain=None,
+        attention=AttentionPaths("attn", *("attn.Wqkv",) * 3, output="attn.out_proj", fixed=_ALIBI, interface=False),
+        feed_forward=FeedForwardPaths(input_projections=("ffn.up_proj",), output="ffn.down_proj"),
+        quirks=("ALiBi", "one layer for queries, keys and values"),
+    ),
+    Family(
+        name="gpt-neox",
+        model_types=("gpt_neox",),
+        blocks="layers",
+        residual="other",
+        causal=True,
+        chain=None,
+        attention=AttentionPaths(
+            "attention",
+            *("attention.query_key_value",) * 3,
+            output="attention.dense",
+            head_dim="head_size",
+            interleaved=True,
+        ),
+        feed_forward=FeedForwardPaths(input_projections=("mlp.dense_h_to_4h",), output="mlp.dense_4h_to_h"),
+        config_names=_PLAIN_NAMES,
+        quirks=("parallel blocks", "one layer for queries, keys and values", "partial rotary embedding"),
+    ),
+    Family(
+        name="gptj",
+        model_types=("gptj",),
+        blocks="h",
+        residual="other",
+        causal=True,
+        chain=None,
+        attention=AttentionPaths(
+            "attn",
+            "attn.q_proj",
+            "attn.k_proj",
+            "attn.v_proj",
+            output="attn.out_proj",
+            attributes={"num_attention_heads": "heads"},
+            interface=False,
+        ),
+        feed_forward=FeedForwardPaths(input_projections=("mlp.fc_in",), output="mlp.fc_out"),
+        config_names={"heads": "n_head", "ffn_channels": "n_inner"},
+        quirks=(_PARALLEL, "partial rotary embedding"),
+    ),
+    Family(
+        name="gpt-neo",
+        model_types=("gpt_neo",),
+        blocks="h",
+        residual="pre",
+        causal=True,
+        chain=None,
+        attention=AttentionPaths(
+            "attn.attention",
+            "attn.attention.q_proj",
+            "attn.attention.k_proj",
+            "attn.attention.v_proj",
+            output="attn.attention.out_proj",
+            attributes={"num_heads": "heads"},
+            interface=False,
+        ),
+        feed_forward=FeedForwardPaths(input_projections=("mlp.c_fc",), output="mlp.c_proj"),
+        config_names={"heads": "num_heads", "ffn_channels": "intermediate_size"},
+        norms=("ln_1", "ln_2"),
+        quirks=("layers with local attention", "attention without scaling"),
+    ),
+    Family(
+        name="gpt-bigcode",
+        model_types=("gpt_bigcode",),
+        blocks="h",
+        residual="pre",
+        causal=True,
+        chain=None,
+        attention=AttentionPaths(
+            "attn", *("attn.c_attn",) * 3, output="attn.c_proj", fixed=_FUSED_QKV, interleaved=True
+        ),
+        feed_forward=FeedForwardPaths(input_projections=("mlp.c_fc",), output="mlp.c_proj"),
+        config_names={"ffn_channels": "n_inner"},
+        quirks=("one KV head", "one layer for queries, keys and values"),
+    ),
+    Family(
+        name="mamba",
+        model_types=("mamba", "mamba2", "falcon_mamba"),
+        blocks="layers",
+        residual="other",
+        causal=True,
+        chain=None,
+        unquantized=("mixer.x_proj", "mixer.dt_proj"),
+        quirks=("state space layers: quantized, not pruned",),
+    ),
     Family(
         name="bert",
-        model_types=("bert", "roberta", "xlm-roberta", "camembert"),
+        model_types=("bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie"),
         blocks="encoder.layer",
         residual="post",
         attention=_BERT_ATTENTION,
@@ -201,6 +614,123 @@ FAMILIES: tuple[Family, ...] = (
         ),
         feed_forward=FeedForwardPaths(input_projections=("intermediate.dense",), output="output.dense"),
         config_names=_PLAIN_NAMES,
+    ),
+    Family(
+        name="albert",
+        model_types=("albert",),
+        blocks="encoder.albert_layer_groups.*.albert_layers",
+        residual="other",
+        chain=False,
+        attention=AttentionPaths(
+            "attention",
+            "attention.query",
+            "attention.key",
+            "attention.value",
+            output="attention.dense",
+            head_dim="attention_head_size",
+            attributes={"num_attention_heads": "heads", "all_head_size": "width"},
+            removable=False,
+        ),
+        feed_forward=FeedForwardPaths(input_projections=("ffn",), output="ffn_output"),
+        config_names=_PLAIN_NAMES,
+        quirks=("all layers share one block",),
+    ),
+    Family(
+        name="deberta",
+        model_types=("deberta", "deberta-v2"),
+        blocks="encoder.layer",
+        residual="other",
+        chain=None,
+        feed_forward=FeedForwardPaths(input_projections=("intermediate.dense",), output="output.dense"),
+        config_names=_PLAIN_NAMES,
+        quirks=("disentangled attention (quantized, not pruned)",),
+    ),
+    Family(
+        name="modernbert",
+        model_types=("modernbert",),
+        blocks="layers",
+        residual="pre",
+        attention=AttentionPaths("attn", *("attn.Wqkv",) * 3, output="attn.Wo"),
+        feed_forward=FeedForwardPaths(input_projections=("mlp.Wi",) * 2, output="mlp.Wo"),
+        config_names=_PLAIN_NAMES,
+        quirks=("one layer for queries, keys and values, and one for gate and up projection", "local attention"),
+    ),
+    replace(
+        _LLAMA,
+        name="nomic-bert",
+        model_types=("nomic_bert",),
+        residual="post",
+        causal=False,
+        config_names=_PLAIN_NAMES,
+        norms=None,
+        final_norm=None,
+        embeddings=(),
+        quirks=("post-norm", "rotary embedding"),
+    ),
+    replace(_LLAMA, name="eurobert", model_types=("eurobert",), causal=False, quirks=("bidirectional attention",)),
+    Family(
+        name="t5",
+        model_types=("t5", "mt5", "umt5"),
+        blocks=("encoder.block", "decoder.block"),
+        residual="other",
+        chain=False,
+        attention=AttentionPaths(
+            "layer.0.SelfAttention",
+            "layer.0.SelfAttention.q",
+            "layer.0.SelfAttention.k",
+            "layer.0.SelfAttention.v",
+            output="layer.0.SelfAttention.o",
+            head_dim="key_value_proj_dim",
+            fixed="share a table of position biases",
+        ),
+        feed_forward=tuple(
+            FeedForwardPaths(tuple(f"{layer}.DenseReluDense.{name}" for name in names), f"{layer}.DenseReluDense.wo")
+            for layer in ("layer.1", "layer.2")
+            for names in (("wi",), ("wi_1", "wi_0"))
+        ),
+        quirks=("encoder and decoder with cross attention (quantized, not pruned)", "relative position biases"),
+    ),
+    Family(
+        name="bart",
+        model_types=("bart", "mbart", "marian", "pegasus", "whisper"),
+        blocks=("encoder.layers", "decoder.layers"),
+        residual="other",
+        chain=False,
+        attention=_BART_ATTENTION,
+        feed_forward=FeedForwardPaths(input_projections=("fc1",), output="fc2"),
+        quirks=("encoder and decoder with cross attention (quantized, not pruned)", "Whisper: audio encoder"),
+    ),
+    Family(
+        name="wav2vec2",
+        model_types=("wav2vec2", "hubert"),
+        blocks="encoder.layers",
+        residual="other",
+        chain=None,
+        attention=AttentionPaths(
+            "attention",
+            "attention.q_proj",
+            "attention.k_proj",
+            "attention.v_proj",
+            output="attention.out_proj",
+            attributes={"num_heads": "heads"},
+        ),
+        feed_forward=FeedForwardPaths(
+            input_projections=("feed_forward.intermediate_dense",), output="feed_forward.output_dense"
+        ),
+        config_names=_PLAIN_NAMES,
+        quirks=("audio encoder on convolutions, which stay as they are",),
+    ),
+    Family(
+        name="clip",
+        model_types=(
+            *("clip", "clip_text_model", "clip_vision_model", "siglip", "siglip_text_model", "siglip_vision_model"),
+        ),
+        blocks=("text_model.encoder.layers", "vision_model.encoder.layers", "encoder.layers"),
+        residual="other",
+        chain=False,
+        attention=_BART_ATTENTION,
+        feed_forward=FeedForwardPaths(input_projections=("mlp.fc1",), output="mlp.fc2"),
+        quirks=("text and image encoder",),
     ),
     Family(
         name="vit",
@@ -262,6 +792,51 @@ FAMILIES: tuple[Family, ...] = (
         pre_norm_flag="do_layer_norm_before",
     ),
     Family(
+        name="dinov2",
+        model_types=("dinov2", "dinov2_with_registers"),
+        blocks="encoder.layer",
+        residual="other",
+        attention=AttentionPaths(
+            "attention",
+            "attention.q_proj",
+            "attention.k_proj",
+            "attention.v_proj",
+            output="attention.o_proj",
+            attributes={"num_attention_heads": "heads"},
+        ),
+        feed_forward=(
+            FeedForwardPaths(input_projections=("mlp.fc1",), output="mlp.fc2"),
+            FeedForwardPaths(input_projections=("mlp.weights_in",) * 2, output="mlp.weights_out"),
+        ),
+        quirks=("layer scales",),
+    ),
+    Family(
+        name="swin",
+        model_types=("swin",),
+        blocks="encoder.layers.*.blocks",
+        residual="other",
+        chain=False,
+        attention=AttentionPaths(
+            "attention",
+            "attention.q_proj",
+            "attention.k_proj",
+            "attention.v_proj",
+            output="attention.o_proj",
+            fixed="have a position bias each",
+        ),
+        feed_forward=FeedForwardPaths(input_projections=("mlp.fc1",), output="mlp.fc2"),
+        quirks=("attention in shifted windows", "stages of different widths"),
+    ),
+    Family(
+        name="convnext",
+        model_types=("convnext", "convnextv2"),
+        blocks="encoder.stages.*.layers",
+        residual="other",
+        chain=False,
+        feed_forward=FeedForwardPaths(input_projections=("pwconv1",), output="pwconv2"),
+        quirks=("depthwise convolutions, which stay as they are", "stages of different widths"),
+    ),
+    Family(
         name="resnet",
         model_types=("resnet", "cifar_resnet"),
         blocks="encoder.stages.*.layers",
@@ -277,10 +852,17 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 
-def family_of(model_type: str) -> Family:
-    """Return the family of a config's `model_type`."""
+GENERIC = "generic"
+
+
+def has_family(model_type: str) -> bool:
+    """Return whether a row describes networks of this type."""
+    return any(model_type in family.model_types for family in FAMILIES)
+
+
+def family_of(model_type: str, *, block_lists: tuple[str, ...] = (), causal: bool = False) -> Family:
+    """Return the family of a config's `model_type`; without a row, one that knows nothing but the given block lists."""
     for family in FAMILIES:
         if model_type in family.model_types:
             return family
-    known = ", ".join(sorted(supported_type for family in FAMILIES for supported_type in family.model_types))
-    raise ModelError(f"the architecture {model_type!r} is not supported; Smelt supports {known}.")
+    return Family(GENERIC, (model_type,), block_lists, "other", causal=causal, chain=None)

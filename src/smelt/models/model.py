@@ -21,6 +21,7 @@ _TASK_OF_HEAD = {
     "ForSequenceClassification": "classification",
     "ForImageClassification": "images",
     "ForMaskedLM": "masked-language",
+    "ForCTC": "speech",
 }
 
 
@@ -46,8 +47,13 @@ class Model:
 
     @property
     def task(self) -> str:
-        """The task of the head: language, classification, images, masked-language, or embedding (no head)."""
+        """The task of the head: language, classification, images, masked-language, sequence-to-sequence, speech, or
+        embedding (no head)."""
         name = type(self.network).__name__
+        if name.endswith("ForConditionalGeneration"):  # a vision-language model continues text like a language model
+            if not self.network.config.is_encoder_decoder:
+                return "language"
+            return "sequence-to-sequence" if self.network.main_input_name == "input_ids" else "speech"
         return next((task for head, task in _TASK_OF_HEAD.items() if name.endswith(head)), "embedding")
 
     @property

@@ -1,10 +1,13 @@
 """Build networks from a config and tensors; shapes are checked on the meta device before memory is allocated.
 
-Fused experts are split here, so that every network that Smelt builds has separate experts.
+Fused experts are split here, so that every network that Smelt builds has separate experts. The number of modules is
+bounded while a network is built, and the bytes of its buffers before they are allocated: a hostile config may describe
+more than any weights hold.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +31,9 @@ _AUTO_CLASS_OF_HEAD = {
     "ForMaskedLM": transformers.AutoModelForMaskedLM,
 }
 
+_MAX_MODULES = 2**18  # more than any published network has with separate experts
+_MAX_BUFFER_BYTES = 2**28  # beside what the weights take: masks and position tables are computed, not stored
+
 # An encoder without a head is often saved without its pooler, which is then unused. Under a classifier the pooler's
 # name has a prefix, and it must not be missing.
 _HARMLESS_WHEN_MISSING = "pooler."
@@ -36,17 +42,48 @@ _HARMLESS_WHEN_MISSING = "pooler."
 def empty_network(config: PreTrainedConfig, where: str, device: str = "meta") -> PreTrainedModel:
     """Build the network that the config describes, by default on the meta device (no memory allocated)."""
     try:
-        with torch.device(device), quiet_transformers(), hub_offline():
-            return split_experts(_auto_class(config).from_config(config, trust_remote_code=False))
+        with torch.device(device), quiet_transformers(), hub_offline(), _bounded_modules(where):
+            return split_experts(_build(config))
+    except ModelError:
+        raise
     except Exception as error:  # a third-party constructor may raise anything on untrusted values
         raise ModelError(
             f"{where} does not describe a network that transformers can build ({one_line(error)})."
         ) from error
 
 
-def _auto_class(config: PreTrainedConfig) -> Any:
+def _build(config: PreTrainedConfig) -> PreTrainedModel:
+    """Build the network with the class that the config names, if it is one of transformers for configs of this type;
+    otherwise with the class that transformers has for the head that the name ends in."""
     name = str((config.architectures or [""])[0])
-    return next((auto for head, auto in _AUTO_CLASS_OF_HEAD.items() if name.endswith(head)), transformers.AutoModel)
+    own_module = type(config).__module__.replace(".configuration_", ".modeling_")
+    named: Any = getattr(importlib.import_module(own_module), name, None)
+    is_network = isinstance(named, type) and issubclass(named, PreTrainedModel)
+    if is_network and named.config_class is type(config):
+        network: PreTrainedModel = named._from_config(config)  # as the auto classes do
+        return network
+    auto = next((auto for head, auto in _AUTO_CLASS_OF_HEAD.items() if name.endswith(head)), transformers.AutoModel)
+    built: PreTrainedModel = auto.from_config(config, trust_remote_code=False)
+    return built
+
+
+@contextmanager
+def _bounded_modules(where: str) -> Iterator[None]:
+    """Raise as soon as more than `_MAX_MODULES` modules are built."""
+    init, count = nn.Module.__init__, 0
+
+    def counting(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > _MAX_MODULES:
+            raise ModelError(f"{where} describes a network of more than {_MAX_MODULES} modules.")
+        init(module, *args, **kwargs)
+
+    nn.Module.__init__ = counting  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.__init__ = init  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -68,7 +105,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 def matching_network(config: PreTrainedConfig, shapes: dict[str, tuple[int, ...]], where: str) -> PreTrainedModel:
     """Build the empty network of the config; raise if the shapes of the weights do not match it."""
-    layers = getattr(config, "num_hidden_layers", 0)
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if isinstance(layers, int) and layers > len(shapes):
         raise ModelError(
             f"{where}: the config describes {layers} blocks, but the weights hold only {len(shapes)} tensors."
@@ -85,7 +122,15 @@ def matching_network(config: PreTrainedConfig, shapes: dict[str, tuple[int, ...]
         raise ModelError(
             f"{where}: the config describes {num_parameters} parameters, but the weights hold only {num_stored}."
         )
+    check_buffers(empty, num_stored, where)
     return empty
+
+
+def check_buffers(empty: PreTrainedModel, num_stored: int, where: str) -> None:
+    """Raise if buffers that are computed and not stored would take much more than the weights."""
+    size = sum(buffer.numel() * buffer.element_size() for buffer in empty.buffers())
+    if size > 8 * num_stored + _MAX_BUFFER_BYTES:
+        raise ModelError(f"{where}: the config describes tables of {size} bytes, far more than its weights.")
 
 
 def fill_network(empty: PreTrainedModel, tensors: dict[str, Tensor], dtype: torch.dtype, where: str) -> PreTrainedModel:

@@ -46,7 +46,9 @@ def keep_units(network: nn.Module, part: Part, keep: Sequence[int]) -> None:
     if list(keep) == list(range(part.units)):
         return
     if part.fixed:
-        raise ModelError(f"the {part.kind} of {part.path} share one norm, so none of them can be removed.")
+        raise ModelError(f"the {part.kind} of {part.path} {part.fixed}, so none of them can be removed.")
+    if not len(keep) and part.attention is not None and not part.attention.removable:
+        raise ModelError(f"{part.path} does more than attend: keep at least one of its heads.")
     index = torch.as_tensor(list(keep), dtype=torch.long, device=part.output.device)
     for module, rows in rows_to_keep(part, index):
         _keep_rows(module, rows)
@@ -101,10 +103,10 @@ def expand_units(index: Tensor, width: int) -> Tensor:
 def rows_to_keep(part: Part, index: Tensor) -> list[tuple[nn.Module, Tensor]]:
     """Return each input module once with its rows to keep; a fused module keeps the same units in each chunk."""
     rows: dict[int, tuple[nn.Module, list[Tensor]]] = {}
-    for projection, rows_per_unit in zip(part.input_projections, part.rows_per_unit, strict=True):
-        offset = projection.chunk * projection.out_features
+    widths = sorted(zip(part.input_projections, part.rows_per_unit, strict=True), key=lambda entry: entry[0].first_row)
+    for projection, rows_per_unit in widths:
         rows.setdefault(id(projection.module), (projection.module, []))[1].append(
-            offset + expand_units(index, rows_per_unit)
+            projection.first_row + expand_units(index, rows_per_unit)
         )
     return [(module, torch.cat(indices)) for module, indices in rows.values()]
 
@@ -162,7 +164,7 @@ def _resize_attention(network: nn.Module, part: Part, units: int) -> None:
     if units == 0:
         _replace_attention(network, part)
         return
-    sizes = {"heads": units * part.heads_per_unit, "width": units * part.columns_per_unit}
+    sizes = {"heads": units * part.heads_per_unit, "kv_heads": units, "width": units * part.columns_per_unit}
     for name, meaning in paths.attributes.items():
         setattr(owner, name, sizes[meaning])
     if paths.head_planes is not None and not hasattr(owner, "smelt_slices_planes"):

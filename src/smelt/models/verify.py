@@ -16,6 +16,7 @@ from torch import Tensor
 
 from smelt.errors import ModelError
 from smelt.models.finite import is_finite
+from smelt.models.inputs import random_inputs
 from smelt.models.model import Model
 from smelt.subprocesses import python_command, python_environment
 
@@ -25,14 +26,7 @@ _EXPECTED = "expected"
 @torch.no_grad()
 def probe(model: Model, batch: int = 2, length: int = 24) -> dict[str, Tensor]:
     """Make fixed pseudo-random inputs that the model accepts."""
-    config = model.network.config
-    generator = torch.Generator().manual_seed(0)
-    if model.network.main_input_name == "pixel_values":
-        size = getattr(config, "image_size", None) or 64
-        return {"pixel_values": torch.randn(batch, config.num_channels, size, size, generator=generator)}
-    length = min(length, getattr(config, "max_position_embeddings", length) - 2)
-    ids = torch.randint(config.vocab_size, (batch, max(length, 1)), generator=generator)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return random_inputs(model.network, batch, length)
 
 
 @torch.no_grad()

@@ -199,7 +199,7 @@ def _build_part(network: Any, part: Part) -> Attention | FeedForward:
         window=_sliding_window(network, module),
         query_norm=head_norms[0],
         key_norm=head_norms[1],
-        joint_norms=part.fixed,
+        joint_norms=part.fixed is not None and head_norms[0] is not None,
         clip=_clip(network, part),
     )
 

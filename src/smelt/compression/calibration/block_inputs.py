@@ -1,6 +1,8 @@
 """Block-by-block calibration: the inputs of one block for all batches, advanced from block to block.
 
-Only one block's activations exist at a time: in memory, or beyond the user's limit in files on disk.
+Only one block's activations exist at a time: in memory, or beyond the user's limit in files on disk. Where blocks do
+not follow one another (an encoder and a decoder, stages of different widths, a shared block), the whole network runs
+for each block instead.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from smelt.errors import DataError, ModelError
 from smelt.files import explain_disk_errors
 from smelt.models.anatomy import Anatomy, Block
+from smelt.models.inputs import complete_inputs
 
 Batch = dict[str, Tensor]
 
@@ -100,6 +104,18 @@ class BlockInputs:
     def __len__(self) -> int:
         return len(self.masks)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the hidden states."""
+        return self.hidden[0].dtype
+
+    def check_chain(self, method: str) -> None:
+        """Raise if there are no hidden states between blocks, which the method needs."""
+
+    def advance(self, batch: int, output: Tensor) -> None:
+        """Take the output of a block as the input of the next one."""
+        self.hidden[batch] = output
+
     def run(self, block: nn.Module, index: int, batch: int) -> Tensor:
         """Return the output of a block (at this index of the network) on the current input."""
         call = self._calls[batch][min(index, len(self._calls[batch]) - 1)]
@@ -112,6 +128,40 @@ class BlockInputs:
         for batch in range(len(self)):
             hidden[batch] = self.hidden[batch]
         return BlockInputs(hidden, self._calls, self.masks)
+
+
+class ReplayedInputs(BlockInputs):
+    """Run the whole network whenever a block has to run: for networks whose blocks are no chain."""
+
+    def __init__(self, anatomy: Anatomy, batches: Sequence[Batch], masks: list[Tensor | None]) -> None:
+        super().__init__(ActivationStore(), [], masks)
+        self._anatomy, self._batches = anatomy, batches
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._anatomy.network.dtype
+
+    def check_chain(self, method: str) -> None:
+        raise ModelError(
+            f"{method} works from block to block, and the blocks of a {self._anatomy.network.config.model_type} "
+            "network do not follow one another; use gptq, rtn or hqq."
+        )
+
+    def advance(self, batch: int, output: Tensor) -> None:
+        """Do nothing: the next run of the network computes it again."""
+
+    def run(self, block: nn.Module, index: int, batch: int) -> Tensor:
+        """Run the network; return the last output of the block."""
+        outputs: list[Any] = []
+        hook = block.register_forward_hook(lambda _, args, output: outputs.append(output))
+        try:
+            run_backbone(self._anatomy, self._batches[batch])
+        finally:
+            hook.remove()
+        if not outputs:
+            raise DataError(f"{self._anatomy.blocks[index].path} was not reached by the calibration data.")
+        output: Tensor = outputs[-1][0] if isinstance(outputs[-1], tuple) else outputs[-1]
+        return output
 
 
 class StopForward(Exception):
@@ -133,9 +183,14 @@ def capture_block_inputs(
     """
     network_device = next(anatomy.network.parameters()).device
     hidden, calls, masks = ActivationStore(limit, folder), [], []
+    tuple_size = 1 if anatomy.family.returns_tuple else 0
+    if anatomy.family.chain is not True:
+        is_chain, tuple_size = _inspect_calls(anatomy, batches[0]) if anatomy.family.chain is None else (False, 0)
+        if not is_chain:
+            return _replayed_inputs(anatomy, batches, device)
     for position, batch in enumerate(batches):
         inputs = {name: tensor.to(network_device) for name, tensor in batch.items() if name != "labels"}
-        first, batch_calls = move_to(_record(anatomy, inputs), device or network_device)
+        first, batch_calls = move_to(_record(anatomy, inputs, tuple_size), device or network_device)
         hidden[position] = first
         calls.append(batch_calls)
         mask = move_to(inputs.get("attention_mask"), device or network_device)
@@ -143,8 +198,11 @@ def capture_block_inputs(
     return BlockInputs(hidden, calls, masks)
 
 
-def _record(anatomy: Anatomy, inputs: Batch) -> tuple[Tensor, list[_BlockCall]]:
-    """Return the first block's input and every block's other arguments; blocks return their input unchanged."""
+def _record(anatomy: Anatomy, inputs: Batch, tuple_size: int) -> tuple[Tensor, list[_BlockCall]]:
+    """Return the first block's input and every block's other arguments; blocks return their input unchanged.
+
+    With a `tuple_size`, they return it as the first of so many.
+    """
     first_inputs: list[Tensor] = []
     calls: list[_BlockCall] = []
     sequential = all(part.kind != "channels" for part in anatomy.parts)
@@ -154,12 +212,55 @@ def _record(anatomy: Anatomy, inputs: Batch) -> tuple[Tensor, list[_BlockCall]]:
         calls.append(_BlockCall(args, kwargs))
         if not sequential or len(calls) == len(anatomy.blocks):
             raise StopForward
-        return (hidden_states,) if anatomy.family.returns_tuple else hidden_states
+        return (hidden_states, *(None,) * (tuple_size - 1)) if tuple_size else hidden_states
 
-    options = {"use_cache": False} if hasattr(anatomy.network.config, "use_cache") else {}
     with _replaced_forward([block.module for block in anatomy.blocks], record_call), suppress(StopForward):
-        anatomy.network.base_model(**inputs, **options)
+        run_backbone(anatomy, inputs)
     return first_inputs[0], calls
+
+
+def run_backbone(anatomy: Anatomy, inputs: Batch) -> None:
+    """Run the network without its head."""
+    network = anatomy.network
+    device = next(network.parameters()).device
+    batch = complete_inputs(network, {name: tensor for name, tensor in inputs.items() if name != "labels"})
+    options = {} if getattr(network.config.get_text_config(), "use_cache", None) is None else {"use_cache": False}
+    network.base_model(**{name: tensor.to(device) for name, tensor in batch.items()}, **options)
+
+
+def _inspect_calls(anatomy: Anatomy, batch: Batch) -> tuple[bool, int]:
+    """Return whether each block gets the hidden states of the one before it, and the size of the tuple that blocks
+    return; 0: none."""
+    calls: list[tuple[int, Any, Any]] = []  # block, hidden states, output
+
+    def after(index: int) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            calls.append((index, args[0] if args else kwargs.get("hidden_states"), output))
+
+        return hook
+
+    hooks = [block.module.register_forward_hook(after(block.index), with_kwargs=True) for block in anatomy.blocks]
+    try:
+        run_backbone(anatomy, batch)
+    finally:
+        for handle in hooks:
+            handle.remove()
+    outputs = [output[0] if isinstance(output, tuple) else output for _, _, output in calls]
+    in_order = [index for index, *_ in calls] == list(range(len(anatomy.blocks)))
+    follows = all(hidden is output for (_, hidden, _), output in zip(calls[1:], outputs, strict=False))
+    return in_order and follows, max(len(output) if isinstance(output, tuple) else 0 for *_, output in calls)
+
+
+def _replayed_inputs(anatomy: Anatomy, batches: Sequence[Batch], device: torch.device | None) -> ReplayedInputs:
+    network_device = next(anatomy.network.parameters()).device
+    if device is not None and device != network_device:
+        raise ModelError(
+            f"the blocks of a {anatomy.network.config.model_type} network do not follow one another, so they cannot be "
+            "moved to the device one at a time; remove --offload."
+        )
+    masks = [batch.get("attention_mask") for batch in batches]
+    used = [None if mask is None or bool(mask.all()) else mask.bool().to(network_device) for mask in masks]
+    return ReplayedInputs(anatomy, batches, used)
 
 
 @contextmanager
@@ -199,7 +300,7 @@ def record_io(module: nn.Module, recorded: dict[str, Tensor], *, stop: bool = Fa
 def advance(block_inputs: BlockInputs, block: Block) -> None:
     """Run every batch through a block: its outputs become the inputs of the next one."""
     for batch in range(len(block_inputs)):
-        block_inputs.hidden[batch] = block_inputs.run(block.module, block.index, batch)
+        block_inputs.advance(batch, block_inputs.run(block.module, block.index, batch))
 
 
 @contextmanager

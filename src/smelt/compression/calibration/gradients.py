@@ -48,7 +48,7 @@ def gradient_bytes(anatomy: Anatomy, batch: int, length: int, *, checkpointing: 
     widths = [
         round(sum(part.token_fraction * part.output.in_features for part in block.parts)) for block in anatomy.blocks
     ]
-    hidden = anatomy.parts[0].output.out_features
+    hidden = anatomy.hidden_size
     numbers = [HIDDEN_COPIES * hidden + UNIT_COPIES * width for width in widths]
     kept = sum(numbers) if not checkpointing else max(numbers) + hidden * len(numbers)
     vocabulary = getattr(anatomy.network.config, "vocab_size", 0) if anatomy.family.causal else 0

@@ -54,5 +54,5 @@ def block_moments(block_inputs: BlockInputs, block: Block, *, advance: bool = Fa
             counts.append(len(inputs))
         rows += torch.tensor(counts, device=device)
         if advance:
-            block_inputs.hidden[batch] = output
+            block_inputs.advance(batch, output)
     return [Moments(total[0] / count, total[1] / count) for total, count in zip(sums, rows.clamp(min=1), strict=True)]

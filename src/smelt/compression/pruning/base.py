@@ -44,6 +44,7 @@ from smelt.errors import BudgetError, ModelError, RecipeError
 from smelt.measure.cost import CostMetric, Workload, block_cost, block_parameters, cost_with_units, unit_costs
 from smelt.models.anatomy import Anatomy, Part, Projection
 from smelt.models.artifact import has_plain_field
+from smelt.models.families import GUIDE
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
 
@@ -162,6 +163,12 @@ class StructuredPruning(Method):
     def check(self, anatomy: Anatomy) -> None:
         if quantized_layers(anatomy.network):
             raise ModelError("this model is already quantized; prune its source model, then quantize the result.")
+        if all(part.fixed is not None for part in anatomy.parts):
+            raise ModelError(
+                f"{self.name} removes heads and channels, and Smelt does not know those of a "
+                f"{anatomy.network.config.model_type} network; quantize it instead (rtn, hqq or gptq), or describe "
+                f"its family ({GUIDE})."
+            )
         self._check_repair(anatomy)
         if self.widths == UNIFORM:
             self._check_uniform(anatomy)
@@ -237,7 +244,7 @@ class StructuredPruning(Method):
         if self.repair not in ("tune", "full"):
             return ResourceEstimate(1.0 if "calibration data" in self.needs else 0.0)
         widest = max(part.output.in_features for part in anatomy.parts)
-        hidden = ACTIVATION_COPIES * 4 * size.tokens * anatomy.parts[0].output.out_features
+        hidden = ACTIVATION_COPIES * 4 * size.tokens * anatomy.hidden_size
         hidden = hidden if memory_limit is None else min(hidden, memory_limit)
         return ResourceEstimate(passes=3.5, memory=hidden + SOLVER_MATRICES * 8 * widest * widest)
 
@@ -306,7 +313,8 @@ class StructuredPruning(Method):
         max_sparsity = self.max_sparsity if self.max_sparsity is not None else (0.5 if causal else 1.0)
         minimum = part.units - int(np.floor(part.units * max_sparsity + 1e-9))
         ends = causal and part.block in (0, 1, len(anatomy.blocks) - 1)
-        return max(minimum, 1 if part.kind == "channels" or ends else 0)
+        stays = part.attention is not None and not part.attention.removable
+        return max(minimum, 1 if part.kind == "channels" or ends or stays else 0)
 
     def workload(self, anatomy: Anatomy, context: MethodContext) -> Workload:
         size = getattr(anatomy.network.config, "image_size", 224)
@@ -336,6 +344,11 @@ class StructuredPruning(Method):
         if self.repair != "none" and any(part.kind == "channels" for part in anatomy.parts):
             raise RecipeError(
                 f"repair: {self.repair} supports attention and feed-forward parts; for convolutions use repair: none."
+            )
+        if self.repair in ("tune", "full") and (anatomy.residual == "other" or anatomy.family.chain is not True):
+            raise RecipeError(
+                f"repair: {self.repair} needs blocks that follow one another and add attention and feed-forward to the "
+                f"residual, which {anatomy.family.name} networks do not; use repair: none."
             )
         if self.repair in ("tune", "full") and any(part.mixture is not None for part in anatomy.parts):
             raise RecipeError(

@@ -62,7 +62,7 @@ def _first_order(projection: Projection) -> torch.Tensor:
         gradient = torch.zeros_like(projection.module.weight)
     product: torch.Tensor = (projection.module.weight.detach() * gradient).abs().double()
     product = product.T if projection.transposed else product
-    return product[projection.chunk * projection.out_features : (projection.chunk + 1) * projection.out_features]
+    return product[projection.slice]
 
 
 def _clear(weights: list[nn.Parameter]) -> None:

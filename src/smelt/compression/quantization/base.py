@@ -110,6 +110,7 @@ class Quantization(Method):
     teacher: ClassVar[bool] = False  # needs the outputs of the original blocks
     any_format: ClassVar[bool] = True  # `quantize` takes each group's format from the work, whichever it is
     convolutions: ClassVar[bool] = False  # quantizes convolutions, too
+    needs_chain: ClassVar[bool] = True  # needs the hidden states between blocks, if it uses data
 
     def prepare(self, model: Model, context: MethodContext) -> Any:
         """Process the network before the first block; the result is passed on as `BlockWork.prepared`."""
@@ -208,9 +209,9 @@ class Quantization(Method):
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         if not self.uses_data:
             return ResourceEstimate()
-        rows = 4 * size.tokens * anatomy.parts[0].output.out_features
+        rows = 4 * size.tokens * anatomy.hidden_size
         stored = rows if memory_limit is None else min(rows, memory_limit)
-        widest = max(group.columns for block in anatomy.blocks for group in layer_groups(block))
+        widest = max((group.columns for block in anatomy.blocks for group in layer_groups(block)), default=0)
         # All Hessians of a block exist at once, which with many experts exceeds the need of the widest layer.
         hessians = max(sum(group.columns**2 for group in layer_groups(block)) for block in anatomy.blocks)
         return ResourceEstimate(passes=2.0, memory=stored + 4 * max(5 * widest**2, hessians + 2 * widest**2))
@@ -247,16 +248,15 @@ class BlockWork:
         return self.schemes[group.path].weight
 
     def observe(self, observers: Sequence[tuple[LayerGroup, Observer]]) -> None:
-        """Feed each group's inputs to its observer in one pass, which ends at the last one: list them in run order."""
+        """Feed each group's inputs to its observer in one pass, which ends at the last one: list them in run order.
+
+        Where layers that belong to no part run is unknown: with them, the pass ends with the block.
+        """
         assert self.block_inputs is not None
         observers_by_module = {group.input_module: observer for group, observer in observers}
-        last = observers[-1][0]
-        observe(
-            self.block_inputs,
-            self.block,
-            observers_by_module,
-            stop_at=None if last.is_convolution else last.input_module,  # convolutions are in no certain order
-        )
+        ordered = all(group.part is not None for group, _ in observers)
+        stop_at = observers[-1][0].input_module if ordered else None
+        observe(self.block_inputs, self.block, observers_by_module, stop_at=stop_at)
 
     def replace_layers(self, group: LayerGroup, quantized: Sequence[QuantizedTensor]) -> None:
         """Replace the layers of a group with quantized ones."""
@@ -268,7 +268,8 @@ class BlockWork:
             quantized_layer = quantized_replacement(layer.module, scheme)
             quantized_layer.set_tensors(matrix, layer.module.bias)
             replace_module(self.network, layer.path, quantized_layer)
-            tokens = {"tokens": self.tokens[group.part.path]} if group.part.path in self.tokens else {}
+            part_path = "" if group.part is None else group.part.path
+            tokens = {"tokens": self.tokens[part_path]} if part_path in self.tokens else {}
             self.facts[layer.path] = {"scheme": scheme.to_json(), "relative_error": error, **tokens}
 
 
@@ -290,6 +291,8 @@ class _Run:
             self.block_inputs = capture_block_inputs(
                 model.anatomy, context.batches, limit=context.memory_limit, folder=context.folder, device=context.device
             )
+            if method.needs_chain:
+                self.block_inputs.check_chain(method.name)
             self.teacher = self.block_inputs.copy(context.memory_limit, context.folder) if method.teacher else None
 
     def block(self, block: Block) -> None:
@@ -307,7 +310,7 @@ class _Run:
                 self._restore(block, facts, checkpoint.load(name) or {})
             self.layers |= facts
             if self.block_inputs is not None and block.index < self.last_index:
-                with dequantized_weights(block.module, self.block_inputs.hidden[0].dtype):
+                with dequantized_weights(block.module, self.block_inputs.dtype):
                     advance(self.block_inputs, block)
 
     def _quantize(self, block: Block) -> dict[str, dict[str, Any]]:
@@ -343,7 +346,7 @@ class _Run:
         assert self.block_inputs is not None
         layers = {f"{block.path}.{name}": layer for name, layer in quantized_layers(block.module).items()}
         observers: dict[nn.Module, AbsMaxObserver] = {layer: AbsMaxObserver() for layer in layers.values()}
-        with dequantized_weights(block.module, self.block_inputs.hidden[0].dtype):
+        with dequantized_weights(block.module, self.block_inputs.dtype):
             observe(self.block_inputs, block, observers)
         share_expert_amax(block, {path: observers[layer] for path, layer in layers.items()})
         for path, layer in layers.items():

@@ -25,6 +25,7 @@ class Gptq(Quantization):
     sequential: bool = False  # within a block, calibrate each layer on the quantized layers before it
 
     convolutions: ClassVar[bool] = True
+    needs_chain: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -31,6 +31,7 @@ class Hqq(Quantization):
 
     any_format: ClassVar[bool] = False
     convolutions: ClassVar[bool] = True
+    needs_chain: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,6 +1,7 @@
 """Layers of a block, grouped by shared input: q, k, v together, then o; gate and up, then down; each convolution alone.
 
-Each expert of a mixture has its own groups, which see the tokens routed to it.
+Each expert of a mixture has its own groups, which see the tokens routed to it. A layer that belongs to no part is a
+group of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from smelt.compression.calibration.observers import AbsMaxObserver
 from smelt.errors import DataError, ModelError
-from smelt.models.anatomy import Block, Part
+from smelt.models.anatomy import Block, Mixture, Part
 from smelt.models.quantized import linear_weight, quantized_layers
 
 
@@ -33,9 +34,9 @@ class LinearLayer:
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that share one input tensor, and the part of the block they belong to."""
+    """Layers that share one input tensor, and the part of the block they belong to, if any."""
 
-    part: Part
+    part: Part | None
     is_input_group: bool  # the layers are the part's input projections; false: its output projection
     layers: tuple[LinearLayer, ...]
     router: LinearLayer | None = (
@@ -50,8 +51,20 @@ class LayerGroup:
     @property
     def output_module(self) -> Any:
         """Return the module that outputs the result of the part or mixture."""
-        mixture = self.part.mixture
+        if self.part is None:
+            return self.layers[0].module
+        mixture = self.mixture
         return self.part.output.module if self.router is None or mixture is None else mixture.module
+
+    @property
+    def mixture(self) -> Mixture | None:
+        """Return the mixture of experts that the part belongs to."""
+        return None if self.part is None else self.part.mixture
+
+    @property
+    def may_be_unreached(self) -> bool:
+        """Return whether the layers are those of an expert, which calibration tokens need not reach."""
+        return self.mixture is not None or (self.part is None and ".experts." in self.path)
 
     @property
     def path(self) -> str:
@@ -75,8 +88,15 @@ class LayerGroup:
         return list(rows.split([layer.weight.shape[0] for layer in self.layers]))
 
 
+def is_quantizable_convolution(module: nn.Module) -> bool:
+    """Return whether a module is a convolution that is quantized: state-space models read the weight of their grouped
+    1-d convolutions directly."""
+    return isinstance(module, nn.Conv2d) or (isinstance(module, nn.Conv1d) and module.groups == 1)
+
+
 def layer_groups(block: Block) -> list[LayerGroup]:
-    """Return the groups of a block in execution order; convolutions last, each a group of its own."""
+    """Return the groups of a block: those of its parts in execution order, then layers that belong to no part and
+    convolutions."""
     groups = []
     for part in block.parts:
         if not part.units or part.kind == "channels":
@@ -84,9 +104,10 @@ def layer_groups(block: Block) -> list[LayerGroup]:
         projections = {projection.path: projection.module for projection in part.input_projections}
         groups.append(LayerGroup(part, True, tuple(LinearLayer(module, path) for path, module in projections.items())))
         groups.append(LayerGroup(part, False, (LinearLayer(part.output.module, part.output.path),)))
+    groups.extend(LayerGroup(None, False, (LinearLayer(layer.module, layer.path),)) for layer in block.other_layers)
     for name, module in block.module.named_modules():
-        if isinstance(module, nn.Conv1d | nn.Conv2d):
-            groups.append(LayerGroup(block.parts[0], False, (LinearLayer(module, f"{block.path}.{name}"),)))
+        if is_quantizable_convolution(module):
+            groups.append(LayerGroup(None, False, (LinearLayer(module, f"{block.path}.{name}"),)))
     return groups
 
 
@@ -95,11 +116,11 @@ def scale_groups(block: Block) -> list[LayerGroup]:
     same norm and are one group, together with their router."""
     groups, merged = layer_groups(block), []
     for group in groups:
-        mixture = group.part.mixture
+        mixture = group.mixture
         if mixture is None or not group.is_input_group:
             merged.append(group)
         elif all(other.router is None for other in merged):
-            experts = [other for other in groups if other.is_input_group and other.part.mixture is mixture]
+            experts = [other for other in groups if other.is_input_group and other.mixture is mixture]
             layers = tuple(layer for other in experts for layer in other.layers)
             merged.append(LayerGroup(group.part, True, layers, LinearLayer(mixture.router, mixture.router_path)))
     return merged
@@ -107,7 +128,7 @@ def scale_groups(block: Block) -> list[LayerGroup]:
 
 def is_unreached(group: LayerGroup, statistic: Tensor | None) -> bool:
     """Return whether no calibration token reached this expert. For any other layer that is an error: see `observed`."""
-    return statistic is None and group.part.mixture is not None
+    return statistic is None and group.may_be_unreached
 
 
 def observed(path: str, statistic: Tensor | None) -> Tensor:

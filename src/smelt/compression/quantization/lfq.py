@@ -31,7 +31,7 @@ class LogitLoss:
     def check(anatomy: Anatomy) -> None:
         """Raise unless the logits are computed from the last block by a norm and a linear head."""
         head = anatomy.network.get_output_embeddings() if anatomy.family.causal else None
-        hidden = anatomy.parts[-1].output.out_features
+        hidden = anatomy.hidden_size
         if not isinstance(head, nn.Linear) or head.in_features != hidden:
             raise ModelError(
                 "lfq needs a language model whose head reads the last block; leave `lfq` out for this one."

@@ -156,12 +156,10 @@ def estimate_unreached(
     groups: Sequence[LayerGroup], errors_by_path: Mapping[str, list[float]]
 ) -> dict[str, list[float]]:
     """Return errors for experts that no token reached: the mean of the other experts, as zeros would earn no bits."""
-    unreached = [group for group in groups if group.part.mixture is not None and not any(errors_by_path[group.path])]
+    unreached = [group for group in groups if group.may_be_unreached and not any(errors_by_path[group.path])]
     errors = {}
     for group in unreached:
-        peers = [
-            other for other in groups if other.part.mixture is not None and other.is_input_group == group.is_input_group
-        ]
+        peers = [other for other in groups if other.may_be_unreached and other.is_input_group == group.is_input_group]
         table = [errors_by_path[other.path] for other in peers if any(errors_by_path[other.path])]
         errors[group.path] = [sum(column) / len(table) for column in zip(*table, strict=True)] or errors_by_path[
             group.path

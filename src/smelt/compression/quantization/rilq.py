@@ -72,7 +72,7 @@ class Rilq(Method):
                 check_mergeable(layer, path)
 
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
-        hidden = 4 * size.tokens * anatomy.parts[0].output.out_features
+        hidden = 4 * size.tokens * anatomy.hidden_size
         matrices = 4 * block_parameters(anatomy)
         training = (
             matrices
@@ -88,8 +88,9 @@ class Rilq(Method):
 
     def _adapter_parameters(self, anatomy: Anatomy) -> int:
         """Return the parameter count of adapters on all layers of the blocks, inputs not pooled."""
-        projections = (projection for part in anatomy.parts for projection in (*part.input_projections, part.output))
-        sizes = {layer.path: (layer.out_features * layer.num_chunks, layer.in_features) for layer in projections}
+        in_parts = (projection for part in anatomy.parts for projection in (*part.input_projections, part.output))
+        projections = (*in_parts, *(layer for block in anatomy.blocks for layer in block.other_layers))
+        sizes = {layer.path: (layer.module_rows, layer.in_features) for layer in projections}
         return sum(min(self.rank, *size) * sum(size) for size in sizes.values())
 
     def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:

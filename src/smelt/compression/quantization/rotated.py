@@ -97,7 +97,7 @@ class RotatedQuantization(Quantization):
 
     def rotates_inputs(self, group: LayerGroup) -> bool:
         """Return whether the inputs of a group are rotated online."""
-        return not group.is_input_group and self.rotates(group.part)
+        return group.part is not None and not group.is_input_group and self.rotates(group.part)
 
     def rotates(self, part: Part) -> bool:
         """Return whether the inputs of the part's output projection are rotated online; some sizes have no Hadamard

@@ -43,10 +43,17 @@ def check_rotatable(anatomy: Anatomy, name: str) -> None:
         raise ModelError("this model is quantized already; rotate the model it was made from.")
     if anatomy.residual == "post":
         raise ModelError(f"{name} needs a pre-norm network; this one is post-norm: it normalizes the residual stream.")
+    if anatomy.residual == "other" or any(block.other_layers for block in anatomy.blocks):
+        raise ModelError(
+            f"{name} needs blocks of attention and feed-forward that read one norm each; use gptq or awq for "
+            f"{anatomy.family.name} networks."
+        )
     head = anatomy.network.get_output_embeddings()
     if not isinstance(head, nn.Linear) or anatomy.final_norm is None or not anatomy.embeddings:
         raise ModelError(f"{name} rotates language models with a linear head, and this network is not one.")
-    hidden = anatomy.parts[0].output.out_features
+    if any(part.pre_norm is None for part in anatomy.parts):
+        raise ModelError(f"{name} folds the weights of norms into layers, which it cannot for {anatomy.family.name}.")
+    hidden = anatomy.hidden_size
     if {table.shape[1] for table in (*_tables(anatomy), head.weight)} != {hidden}:
         raise ModelError(f"{name} needs embeddings as wide as the residual stream ({hidden}); here they are projected.")
 
@@ -63,9 +70,9 @@ def has_layer_norms(anatomy: Anatomy) -> bool:
 def random_rotations(anatomy: Anatomy, seed: int, *, stream: bool = True, values: bool = True) -> Rotations:
     """Return a random rotation of the residual stream, and one of the values per block with attention."""
     generator = torch.Generator().manual_seed(seed)
-    hidden = anatomy.parts[0].output.out_features
+    hidden = anatomy.hidden_size
     rotation = random_rotation(hidden, generator, keeps_mean=has_layer_norms(anatomy)) if stream else None
-    heads = [part for part in anatomy.parts if part.kind == "heads" and part.units and not part.clipped]
+    heads = [part for part in anatomy.parts if part.kind == "heads" and part.units and part.values is not None]
     matrices = {part.block: random_rotation(part.head_dim, generator) for part in heads} if values else {}
     return Rotations(rotation, matrices)
 
@@ -177,7 +184,8 @@ def _fold_norm(norm: Any, consumers: list[Any], rotation: Tensor) -> None:
 
 def _rotate_values(part: Part, rotation: Tensor) -> None:
     """Rotate the values of every head by one matrix, and undo it in the attention output projection."""
-    values, output = part.input_projections[2], part.output.weight
+    values, output = part.values, part.output.weight
+    assert values is not None
     for tensor in (values.weight, values.bias):  # [units * head_dim, ...]
         if tensor is not None:
             rows = tensor.unflatten(0, (part.units, part.head_dim)).transpose(0, 1)

@@ -19,6 +19,7 @@ class RoundToNearest(Quantization):
     range_search: bool = renamed("search", default=False)  # choose each group's range to minimize |error|^2.4
 
     convolutions: ClassVar[bool] = True
+    needs_chain: ClassVar[bool] = False
 
     def quantize(self, work: BlockWork) -> None:
         for group in work.groups:

@@ -150,7 +150,7 @@ class ScaleSearch(Quantization):
                 best = ScaleSearchResult(candidate, error, unscaled_error)
         assert best is not None
         if not best.error < torch.inf:
-            raise DataError(f"{group.part.path} outputs NaN or infinity on the calibration data; cannot quantize it.")
+            raise DataError(f"{group.path} outputs NaN or infinity on the calibration data; cannot quantize it.")
         return best
 
     def trial_error(
@@ -212,7 +212,8 @@ def clip_block(work: BlockWork) -> None:
 def clipped_projections(group: LayerGroup) -> tuple[Projection, ...]:
     """Return the projections to clip: all but queries and keys, whose product is too sensitive."""
     if not group.is_input_group:
-        return (group.part.output,)
+        return tuple(Projection(layer.module, layer.path) for layer in group.layers)
+    assert group.part is not None
     return group.part.input_projections[2:] if group.part.kind == "heads" else group.part.input_projections
 
 

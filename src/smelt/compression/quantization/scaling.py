@@ -85,11 +85,15 @@ class ValueSource(ProjectionSource):
 def scale_source(block: Block, group: LayerGroup) -> ScaleSource | None:
     """Return what a scale of this group can be folded into; None if it cannot be folded exactly."""
     part = group.part
+    if part is None:
+        return None
     if group.is_input_group:  # in a post-norm block the residual also reads the norm: there `pre_norm` is None
         exclusive = part.mixture is None or group.router is not None  # a single expert shares the norm with the others
         return NormSource(part.pre_norm) if exclusive and getattr(part.pre_norm, "weight", None) is not None else None
     if part.kind == "heads":
-        return None if part.clipped else ValueSource(part.input_projections[2], part)
+        return None if part.values is None else ValueSource(part.values, part)
+    if part.mixture is not None and not part.mixture.scales:
+        return None
     gated = len(part.input_projections) == 2
     return (
         UpSource(part.input_projections[0])

@@ -189,14 +189,14 @@ def _is_slower(ratio: float) -> bool:
 
 def group_spec(group: LayerGroup, scheme: QuantizationScheme) -> LinearGroupSpec:
     """Describe layers that share an input, for timing."""
-    mixture = group.part.mixture
+    mixture = group.mixture
     return LinearGroupSpec(
         in_features=group.columns,
         out_features=tuple(layer.weight.shape[0] for layer in group.layers),
         bias=any(layer.module.bias is not None for layer in group.layers),
         scheme=scheme,
         token_share=1.0 if mixture is None else mixture.top_k / mixture.num_experts,
-        fused_input=group.is_input_group or group.part.kind == "ffn_channels",
+        fused_input=group.is_input_group or (group.part is not None and group.part.kind == "ffn_channels"),
     )
 
 

@@ -29,7 +29,7 @@ def resolve_batch_size(recipe: Recipe, anatomy: Anatomy, device: torch.device) -
 
 def fit_batch_size(anatomy: Anatomy, length: int, *, gradients: bool, device: torch.device) -> int:
     """Return the largest power of two whose activations take at most an eighth of the device's memory."""
-    hidden_size = anatomy.parts[0].output.out_features
+    hidden_size = anatomy.hidden_size
     intermediate = [
         round(sum(part.token_fraction * part.output.in_features for part in block.parts)) for block in anatomy.blocks
     ]

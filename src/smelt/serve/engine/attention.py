@@ -1,30 +1,34 @@
 """Attention over the paged KV cache, registered with transformers by name.
 
 The network runs eagerly, so pruned layers, layers without attention and quantized ones need no special handling. It is
-called with all tokens of a step as one sequence; the attention metadata says which tokens belong to which request.
+called with all tokens of a step as one sequence; the attention metadata says which tokens belong to which request. So
+nothing else in the network may mix positions: `unpaged_reason` names the networks that need a cache of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import local
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from torch.nn import functional as F
+from transformers import AttentionInterface, PreTrainedModel
 
 from smelt.errors import ModelError
-from smelt.kernels.attention_metadata import AttentionMetadata, LayerKVPages
+from smelt.kernels.attention_metadata import AttentionMetadata, AttentionVariant, LayerKVPages
 from smelt.kernels.kv_quant import KVQuantFormat, quantize_qkv, row_layout
 from smelt.kernels.paged import allocate_kv_pages, paged_attention, store_kv
 from smelt.models.anatomy import Anatomy
+from smelt.models.families import GENERIC
 
 ATTN_IMPLEMENTATION = "smelt-paged"
+PAGED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}  # of `layer_types` in a config
 # (layer, queries, keys, values [tokens, heads, head_dim], softmax scale, sliding window) -> [tokens, heads, head_dim]
-AttentionFn = Callable[[int, Tensor, Tensor, Tensor, float, int | None], Tensor]
+AttentionFn = Callable[..., Tensor]  # a function that has the attribute `variants` takes an AttentionVariant as well
 _context = local()
 
 
@@ -76,9 +80,12 @@ def kv_quant_format(kv_cache_dtype: str | None, head_dim: int) -> KVQuantFormat 
 
 def block_bytes(anatomy: Anatomy, block_size: int, dtype: torch.dtype, kv_cache_dtype: str | None = None) -> int:
     """Return the KV cache bytes of one block over all layers."""
+    layers = _attention_layers(anatomy)
+    if not layers:  # a cache of the network's own, of unknown size
+        return 2 * block_size * anatomy.hidden_size * len(anatomy.blocks) * dtype.itemsize
     return sum(
         2 * block_size * num_kv_heads * row_bytes(head_dim, dtype, kv_cache_dtype)
-        for num_kv_heads, head_dim in _attention_layers(anatomy).values()
+        for num_kv_heads, head_dim in layers.values()
     )
 
 
@@ -90,21 +97,104 @@ def row_bytes(head_dim: int, dtype: torch.dtype, kv_cache_dtype: str | None) -> 
 
 def _attention_layers(anatomy: Anatomy) -> dict[int, tuple[int, int]]:
     """Return the number of KV heads and head_dim of every layer that has attention."""
-    parts = [part for part in anatomy.parts if part.kind == "heads" and part.units]
     if not anatomy.family.causal:
         raise ModelError("only causal language models can be served.")
+    if not _attention_is_known(anatomy):
+        return _traced_attention(anatomy.network)
+    parts = [part for part in anatomy.parts if part.kind == "heads" and part.units]
     return {part.block: (part.units, part.head_dim) for part in parts}
+
+
+def _attention_is_known(anatomy: Anatomy) -> bool:
+    """Return whether every block has attention among its parts."""
+    return all(any(part.kind == "heads" for part in block.parts) for block in anatomy.blocks)
+
+
+def unpaged_reason(anatomy: Anatomy) -> str | None:
+    """Return why the KV cache of a network cannot be paged; None if it can."""
+    network, model_type = anatomy.network, anatomy.network.config.model_type
+    layer_types = set(getattr(network.config.get_text_config(), "layer_types", None) or ())
+    if other := sorted(layer_types - PAGED_LAYERS):
+        return f"{model_type} has layers of the type {other[0]}, which carry a state from token to token"
+    attention = anatomy.family.attention
+    if attention is not None and not attention.interface:
+        return f"transformers computes the attention of {model_type} in the network itself"
+    if _attention_is_known(anatomy):
+        return None
+    if set(_traced_attention(network)) != set(range(len(anatomy.blocks))):
+        return f"not every block of {model_type} uses transformers' attention interface"
+    if anatomy.family.name == GENERIC and not _computes_the_same(network):
+        return f"{model_type} computes something else with paged attention"
+    return None
+
+
+@torch.inference_mode()
+def _traced_attention(network: PreTrainedModel) -> dict[int, tuple[int, int]]:
+    """Run one token; return the KV heads and head_dim of every layer that calls the attention interface."""
+    shapes: dict[int, tuple[int, int]] = {}
+
+    def trace(layer: int, queries: Tensor, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> Tensor:
+        shapes[layer] = (keys.shape[1], keys.shape[2])
+        return torch.zeros_like(queries)
+
+    token = torch.zeros(1, 1, dtype=torch.int64, device=network.device)
+    with _implementation(network), use_attention(trace), suppress(TypeError, ValueError, AttributeError):
+        network(input_ids=token, position_ids=token, use_cache=False)
+    return shapes
+
+
+@torch.inference_mode()
+def _computes_the_same(network: PreTrainedModel) -> bool:
+    """Compare paged attention over two sequences in one step with the network's own attention over each of them."""
+    lengths, tokens = (7, 5), torch.arange(12, device=network.device) % network.config.get_text_config().vocab_size
+    expected = [network(input_ids=part[None], use_cache=False).logits[0] for part in tokens.split(list(lengths))]
+
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None,
+               variant: AttentionVariant | None = None) -> Tensor:  # fmt: skip
+        key_pages, value_pages = (
+            torch.stack([F.pad(part, (0, 0, 0, 0, 0, 8 - len(part))) for part in tensor.split(list(lengths))])
+            for tensor in (keys, values)
+        )
+        return paged_attention(queries, key_pages, value_pages, metadata, scale, window, None, variant)
+
+    attend.variants = True  # type: ignore[attr-defined]
+    device = network.device
+    metadata = AttentionMetadata(
+        cu_seqlens_q=torch.tensor([0, 7, 12], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        block_tables=torch.tensor([[0], [1]], dtype=torch.int32, device=device),
+        slot_mapping=torch.empty(0, dtype=torch.int64, device=device), max_seq_len=7, query_lens=lengths,
+    )  # fmt: skip
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    with _implementation(network), use_attention(attend):
+        actual = network(input_ids=tokens[None], position_ids=positions[None], use_cache=False).logits[0]
+    reference = torch.cat(expected).float()
+    tolerance = 1e-3 if network.dtype == torch.float32 else 0.1
+    return bool((actual.float() - reference).abs().max() <= tolerance * reference.std())
+
+
+@contextmanager
+def _implementation(network: PreTrainedModel) -> Iterator[None]:
+    """Use paged attention in the network inside the context."""
+    before = network.config._attn_implementation
+    network.set_attn_implementation(ATTN_IMPLEMENTATION)
+    try:
+        yield
+    finally:
+        network.set_attn_implementation(before)
 
 
 def paged_attention_fn(cache: PagedCache, metadata: AttentionMetadata) -> AttentionFn:
     """Return attention that reads and writes this cache."""
 
-    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None,
+               variant: AttentionVariant | None = None) -> Tensor:  # fmt: skip
         key_pages, value_pages, kv_quant = cache.keys[layer], cache.values[layer], cache.kv_quant[layer]
         queries, keys, values = quantize_qkv(kv_quant, queries, keys, values)
         store_kv(keys, values, key_pages, value_pages, metadata.slot_mapping)
-        return paged_attention(queries, key_pages, value_pages, metadata, scale, window, kv_quant)
+        return paged_attention(queries, key_pages, value_pages, metadata, scale, window, kv_quant, variant)
 
+    attend.variants = True  # type: ignore[attr-defined]
     return attend
 
 
@@ -121,13 +211,39 @@ def use_attention(attention_fn: AttentionFn) -> Iterator[None]:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Implement transformers' attention interface: [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim]."""
-    if options.get("softcap") is not None or options.get("s_aux") is not None:
-        raise ModelError("this model's attention has soft-capping or sinks, which paged attention does not support.")
+    """Implement transformers' attention interface: [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim].
+
+    Values may be narrower than keys (multi-head latent attention); the cache has rows of the width of keys for both.
+    """
     layer: Any = module.layer_idx
-    scale = options.get("scaling") or query.shape[-1] ** -0.5
+    scale = options.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    width = value.shape[-1]
+    if width < key.shape[-1]:
+        value = F.pad(value, (0, key.shape[-1] - width))
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return _context.attention_fn(layer, queries, keys, values, scale, options.get("sliding_window"))[None], None
+    attention_fn, variant = _context.attention_fn, _variant(module, options)
+    if variant is None:
+        output = attention_fn(layer, queries, keys, values, scale, options.get("sliding_window"))
+    elif getattr(attention_fn, "variants", False):
+        output = attention_fn(layer, queries, keys, values, scale, options.get("sliding_window"), variant)
+    else:
+        raise ModelError(
+            "this model's attention has soft-capping, sinks or chunks, which need a complete paged KV cache; leave out "
+            "eviction, selection and caps."
+        )
+    return output[..., :width][None], None
+
+
+def _variant(module: Any, options: dict[str, Any]) -> AttentionVariant | None:
+    """Return what the attention of a module computes beyond the usual; None: nothing."""
+    config: Any = getattr(module, "config", None)
+    layer_types = getattr(config, "layer_types", None)
+    chunked = layer_types is not None and layer_types[module.layer_idx] == "chunked_attention"
+    variant = AttentionVariant(
+        options.get("softcap"), options.get("s_aux"), config.attention_chunk_size if chunked else None
+    )
+    return None if variant == AttentionVariant() else variant
 
 
 AttentionInterface.register(ATTN_IMPLEMENTATION, _attention)

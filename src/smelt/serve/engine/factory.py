@@ -27,7 +27,7 @@ from smelt.numerics.catalog import format_name, get_format
 from smelt.progress import Progress
 from smelt.runtime import decoder
 from smelt.serve.engine.adapters import Adapters
-from smelt.serve.engine.attention import block_bytes, kv_quant_format, row_bytes
+from smelt.serve.engine.attention import block_bytes, kv_quant_format, row_bytes, unpaged_reason
 from smelt.serve.engine.blocks import BlockPool
 from smelt.serve.engine.bounded.cache_manager import BoundedCacheManager, BoundedCacheState
 from smelt.serve.engine.bounded.pages import bounded_block_bytes
@@ -37,6 +37,7 @@ from smelt.serve.engine.gpu_pages import PagedGpuPages
 from smelt.serve.engine.gpu_runner import GpuRunner
 from smelt.serve.engine.kv_cache_manager import KVCacheManager, PagedCacheManager
 from smelt.serve.engine.kv_dtype import resolve_kv_cache_dtype
+from smelt.serve.engine.own_cache_runner import OwnCacheRunner
 from smelt.serve.engine.per_head.cache import PerHeadCache, page_bytes
 from smelt.serve.engine.per_head.cache_manager import PerHeadCacheManager
 from smelt.serve.engine.per_head.gpu_pages import PerHeadGpuPages
@@ -144,6 +145,8 @@ def build(model: Model, config: EngineConfig, adapters: Adapters) -> tuple[Sched
         )
     resolved = _ResolvedConfig(model, config, adapters, config.resolve_max_model_len(model), dtype)
     cache = config.kv_cache
+    if (reason := unpaged_reason(model.anatomy)) is not None:
+        return _build_own_cache(resolved, reason)
     if config.compiled and model.device.type == "cuda" and resolved.eager_reason is not None:
         log.warning("The network runs eagerly, which is slower than the fused path: %s.", resolved.eager_reason)
     if resolved.runs_fused:
@@ -173,6 +176,23 @@ def _dequantize_plain_layers(model: Model) -> None:
             "%d of %d quantized layers (%s) have no kernel on this device, so their weights were dequantized at load: "
             "they take as much memory and time as those of the dense model.", len(plain), total, formats,
         )  # fmt: skip
+
+
+def _build_own_cache(resolved: _ResolvedConfig, reason: str) -> tuple[Scheduler, Runner]:
+    """Let transformers keep a cache for every request; blocks only bound how many requests run at once."""
+    model, config, cache = resolved.model, resolved.config, resolved.cache
+    settings = (cache.kv_token_cap, cache.page_selection, cache.kv_profile, resolved.kv_cache_dtype)
+    if any(setting is not None for setting in settings) or config.tensor_parallel_size > 1 or resolved.adapters.layers:
+        raise ModelError(
+            f"{reason}, so its KV cache is not paged: serve it without adapters, tensor parallelism and settings of "
+            "the KV cache."
+        )
+    log.warning("Requests run one after another with a cache of the network's own: %s.", reason)
+    bytes_per_block = block_bytes(model.anatomy, resolved.block_size, model.network.dtype)
+    num_blocks = resolved.num_blocks(bytes_per_block, config.max_num_seqs * resolved.blocks_per_request, model.device)
+    pool = BlockPool(num_blocks, resolved.block_size, enable_prefix_caching=False)
+    _dequantize_plain_layers(model)
+    return resolved.scheduler(PagedCacheManager(pool)), OwnCacheRunner(model)
 
 
 def _build_paged(resolved: _ResolvedConfig) -> tuple[Scheduler, Runner]:
