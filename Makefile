@@ -44,7 +44,8 @@ mutants: setup
 docs: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	$(BIN)/python docs/make_methods.py
-	$(BIN)/python docs/make_reference.py
+	$(BIN)/python docs/make_families.py
+	$(BIN)/python docs/make_commands.py
 	$(BIN)/python -m mkdocs build --quiet --strict
 
 # The exact releases, with hashes, that a release was tested with; `constraints.txt` stays the pin for development, since

@@ -24,7 +24,7 @@ from smelt.compression.base import METHODS
 from smelt.compression.method_docs import parameter_meaning
 from smelt.compression.recipe.recipe import CalibrationSettings, EvaluationSettings, Recipe
 from smelt.config import parse
-from smelt.models.families import FAMILIES
+from smelt.models import families
 from smelt.registry import Registry
 from smelt.serve.server.settings import ServeConfig
 from smelt.strict_yaml import load_yaml
@@ -32,7 +32,8 @@ from smelt.strict_yaml import load_yaml
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WORKED_EXAMPLE = ROOT / "docs" / "adding-a-method.md"
-RUN_ELSEWHERE = [WORKED_EXAMPLE, *(ROOT / "docs" / "tutorials").glob("*.md")]  # their snippets run as tests
+FAMILY_EXAMPLE = ROOT / "docs" / "adding-a-family.md"
+RUN_ELSEWHERE = [WORKED_EXAMPLE, FAMILY_EXAMPLE, *(ROOT / "docs" / "tutorials").glob("*.md")]  # snippets run as tests
 COMMANDS: dict[str, Any] = get_command(app_with()).commands  # type: ignore[attr-defined]
 
 
@@ -82,14 +83,15 @@ def test_a_command_in_a_block_parses(line: str) -> None:
             assert (ROOT / value).is_file(), value
 
 
-def test_generated_pages_are_up_to_date() -> None:
-    """The command reference names every command, the support matrix every family."""
-    generator = module_from(ROOT / "docs" / "make_reference.py")
-    for path, text in generator.pages().items():
-        assert path.read_text(encoding="utf-8") == text, f"{path.name} is stale: run `make docs`"
-    types = [model_type for family in FAMILIES for model_type in family.model_types]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [name for name in types if f"`{name}`" not in readme] == []
+def test_the_commands_page_is_up_to_date() -> None:
+    generator = module_from(ROOT / "docs" / "make_commands.py")
+    assert generator.PAGE.read_text(encoding="utf-8") == generator.page(), "docs/commands.md is stale: run `make docs`"
+
+
+def test_the_support_matrix_is_up_to_date() -> None:
+    generator = module_from(ROOT / "docs" / "make_families.py")
+    assert generator.PAGE.read_text(encoding="utf-8") == generator.page(), "docs/families.md is stale: run `make docs`"
+    assert generator.README.read_text(encoding="utf-8") == generator.readme(), "README.md is stale: run `make docs`"
 
 
 def test_the_site_has_every_page() -> None:
@@ -173,6 +175,17 @@ def test_the_worked_example_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_list_of_features_names_every_method() -> None:
     (line,) = re.findall(r"^\| methods \|.*", (ROOT / "docs" / "features.md").read_text(encoding="utf-8"), re.M)
     assert [name for name in METHODS if f"`{name}`" not in line] == []
+
+
+def test_the_example_of_a_family_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's row makes the page's network prunable, and passes the page's check."""
+    row_text, check_text = blocks(FAMILY_EXAMPLE, "python")
+    names: dict[str, Any] = {}
+    exec(compile(row_text, "row", "exec", dont_inherit=True), names)
+    exec(compile(check_text, "check", "exec", dont_inherit=True), names)
+    assert not families.has_family("arcee")
+    monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, names["ROW"]))
+    names["test_removed_units_are_masked_units"]()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

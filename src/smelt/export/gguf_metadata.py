@@ -22,7 +22,7 @@ from smelt.models.gguf.tokenizer import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, 
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
 
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+GGUF_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _BIASED = {"qwen2": ("q_proj", "k_proj", "v_proj")}  # the biases that an architecture has in GGUF
 _UNUSED, _BYTE = 5, 6
 _PRE_TOKENIZERS = ("smollm", "gpt-2", "qwen2", "llama-bpe")
@@ -42,8 +42,8 @@ def validated_config(model: Model) -> dict[str, Any]:
     fields = layer_fields(model.anatomy)
     config = {**plain_config(model.network), **fields}
     model_type = config["model_type"]
-    if model_type not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
+    if model_type not in GGUF_ARCHITECTURES:
+        known = ", ".join(GGUF_ARCHITECTURES)
         raise FormatError(f"Smelt writes {known} networks as GGUF, not {model_type}; keep the artifact.")
     if "per_layer_config" in fields:
         raise FormatError(
@@ -112,7 +112,7 @@ def _check_rope(rope: dict[str, Any]) -> None:
 
 def network_metadata(config: dict[str, Any], source: str) -> dict[str, Any]:
     """Return the metadata that describes the network."""
-    architecture, rope = ARCHITECTURES[config["model_type"]], config["rope_parameters"]
+    architecture, rope = GGUF_ARCHITECTURES[config["model_type"]], config["rope_parameters"]
     head_dim = int(config["head_dim"])
     fields = {
         "context_length": int(config["max_position_embeddings"]),

@@ -109,6 +109,7 @@ class Family:
     embeddings: tuple[str, ...] = ()
     # The config flag that, when false, makes a pre-norm family post-norm (OPT-350m).
     pre_norm_flag: str | None = None
+    stateful: bool = False  # layers carry a state from token to token, beside or instead of a KV cache
     unquantized: tuple[str, ...] = ()  # linear layers of a block that are too sensitive or too small
     quirks: tuple[str, ...] = ()  # how the family differs from its relatives, for the documentation
 
@@ -303,6 +304,7 @@ FAMILIES: tuple[Family, ...] = (
         name="qwen3-next",
         model_types=("qwen3_next",),
         residual="other",
+        stateful=True,
         experts=_EXPERTS,
         config_names={**_GROUPED_NAMES, "experts": "moe_intermediate_size"},
         norms=None,
@@ -408,6 +410,7 @@ FAMILIES: tuple[Family, ...] = (
         name="lfm2",
         model_types=("lfm2",),
         residual="other",
+        stateful=True,
         attention=replace(_LLAMA_ATTENTION, output="self_attn.out_proj"),
         feed_forward=FeedForwardPaths(
             input_projections=("feed_forward.w3", "feed_forward.w1"), output="feed_forward.w2"
@@ -565,6 +568,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("mamba", "mamba2", "falcon_mamba"),
         blocks="layers",
         residual="other",
+        stateful=True,
         causal=True,
         chain=None,
         unquantized=("mixer.x_proj", "mixer.dt_proj"),

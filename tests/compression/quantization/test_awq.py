@@ -161,7 +161,7 @@ def test_queries_and_keys_are_never_clipped() -> None:
     for name, rows in (("llama", 16), ("gpt2", 32)):
         groups = layer_groups(anatomy_of(BUILDS[name]()).blocks[0])
         (values,) = clipped_projections(groups[0])
-        assert values.chunk == (2 if name == "gpt2" else 0) and values.out_features == rows
+        assert values.first_row == (64 if name == "gpt2" else 0) and values.out_features == rows
         assert all(len(clipped_projections(group)) == len(group.layers) for group in groups[1:])
 
 

@@ -114,8 +114,8 @@ def unpaged_reason(anatomy: Anatomy) -> str | None:
     """Return why the KV cache of a network cannot be paged; None if it can."""
     network, model_type = anatomy.network, anatomy.network.config.model_type
     layer_types = set(getattr(network.config.get_text_config(), "layer_types", None) or ())
-    if other := sorted(layer_types - PAGED_LAYERS):
-        return f"{model_type} has layers of the type {other[0]}, which carry a state from token to token"
+    if anatomy.family.stateful or layer_types - PAGED_LAYERS:
+        return f"{model_type} has layers that carry a state from token to token"
     attention = anatomy.family.attention
     if attention is not None and not attention.interface:
         return f"transformers computes the attention of {model_type} in the network itself"

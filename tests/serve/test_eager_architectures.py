@@ -1,0 +1,106 @@
+"""Language models without a compiled path: what the engine computes equals what transformers computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from smelt.errors import ModelError
+from smelt.kernels.attention_metadata import AttentionMetadata, AttentionVariant
+from smelt.kernels.paged import paged_attention
+from smelt.models.load import load
+from smelt.serve.engine.attention import unpaged_reason
+from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.sampling_params import SamplingParams
+from tests.architectures import ARCHITECTURES, VOCABULARY
+
+_PROMPTS = [[(7 * i + 3) % 80 + 5 for i in range(41)], [(5 * i + 11) % 80 + 5 for i in range(18)]]
+_NEW_TOKENS = 8
+_OWN_CACHE = "eager, cache of the network's own"
+# Soft-capping, sinks with windows, latent attention, chunks, fused projections, parallel blocks, a vision-language
+# model and a type without a row; then layers with a state, ALiBi, and a type without a row that cannot be paged.
+_BACKENDS = {
+    **dict.fromkeys(
+        ["gemma2", "gpt_oss", "deepseek_v2", "deepseek_v3", "llama4_text", "phi3", "cohere2", "llava", "apertus"],
+        "eager",
+    ),
+    **dict.fromkeys(["lfm2", "mamba2", "bloom", "codegen"], _OWN_CACHE),
+}
+
+
+@pytest.mark.parametrize("name", _BACKENDS)
+def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Two requests at once, with prompts in chunks and longer than windows and chunks of attention: every logit of
+    every step equals that of the network without a cache."""
+    network = ARCHITECTURES[name].save(tmp_path)
+    engine = Engine(load(tmp_path), max_model_len=64, max_num_batched_tokens=16)
+    assert engine.runner.backend == _BACKENDS[name]
+    sampling = SamplingParams(max_tokens=_NEW_TOKENS, temperature=0, ignore_eos=True, logprobs=20)
+    for prompt, answer in zip(_PROMPTS, engine.generate(_PROMPTS, sampling), strict=True):
+        assert len(answer.tokens) == _NEW_TOKENS
+        with torch.no_grad():
+            ids = torch.tensor([prompt + answer.tokens])
+            expected = network(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        assert answer.tokens == expected.argmax(-1).tolist()
+        for row, step in zip(expected, answer.logprobs, strict=True):
+            for token, logprob in step.top:
+                assert logprob == pytest.approx(float(row[token]), abs=2e-4)
+
+
+def test_more_requests_than_slots_and_repeated_prompts(tmp_path: Path) -> None:
+    """Requests with a cache of their own wait for a slot, share no prefix, and give the same answer twice."""
+    ARCHITECTURES["mamba2"].save(tmp_path)
+    engine = Engine(load(tmp_path), max_model_len=64, max_num_seqs=2)
+    sampling = SamplingParams(max_tokens=_NEW_TOKENS, temperature=0, ignore_eos=True)
+    alone = [engine.generate([prompt], sampling)[0].tokens for prompt in _PROMPTS]
+    together = engine.generate([*_PROMPTS, *_PROMPTS], sampling)
+    assert [answer.tokens for answer in together] == [*alone, *alone]
+    assert not any(answer.cached_tokens for answer in together)
+
+
+def test_several_samples_of_a_prompt_with_an_own_cache(tmp_path: Path) -> None:
+    ARCHITECTURES["mamba2"].save(tmp_path)
+    engine = Engine(load(tmp_path), max_model_len=64)
+    answers = engine.generate([_PROMPTS[0]], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, n=2))
+    assert len(answers) == 2 and answers[0].tokens == answers[1].tokens
+
+
+def test_settings_of_a_paged_cache_are_refused(tmp_path: Path) -> None:
+    ARCHITECTURES["bloom"].save(tmp_path)
+    with pytest.raises(ModelError, match="bloom in the network itself, so its KV cache is not paged"):
+        Engine(load(tmp_path), max_model_len=64, kv_cache_dtype="int8")
+
+
+def test_a_network_that_mixes_positions_elsewhere_is_not_paged(tmp_path: Path) -> None:
+    """Such a network would read tokens of other requests: a convolution over time in a type without a row."""
+    ARCHITECTURES["apertus"].save(tmp_path)
+    model = load(tmp_path)
+    assert unpaged_reason(model.anatomy) is None
+    model.network.model.layers[0].mlp.register_forward_hook(lambda _, args, output: output + output.roll(1, dims=1))
+    reason = unpaged_reason(model.anatomy)
+    assert reason is not None and "something else" in reason
+
+
+def test_an_attention_variant_by_hand() -> None:
+    """Scores of one query over three positions, written out: soft-capped, with a sink, and in chunks of two."""
+    queries, sinks = torch.tensor([[[2.0]], [[2.0]], [[2.0]]]), torch.tensor([0.3])
+    keys = values = torch.tensor([[[[1.0]], [[-1.0]], [[0.5]]]])  # one block of three positions
+    metadata = AttentionMetadata(
+        cu_seqlens_q=torch.tensor([0, 3]), seq_lens=torch.tensor([3]), block_tables=torch.tensor([[0]]),
+        slot_mapping=torch.arange(3), max_seq_len=3, query_lens=[3],
+    )  # fmt: skip
+
+    def attend(variant: AttentionVariant) -> list[float]:
+        return paged_attention(queries, keys, values, metadata, 1.0, None, None, variant).flatten().tolist()
+
+    capped = 1.5 * torch.tanh(torch.tensor([2.0, -2.0, 1.0]) / 1.5)
+    weights = torch.cat([capped, sinks]).softmax(0)
+    by_hand = float(weights[0] - weights[1] + 0.5 * weights[2])
+    assert attend(AttentionVariant(softcap=1.5, sinks=sinks))[2] == pytest.approx(by_hand, abs=1e-6)
+    assert attend(AttentionVariant(chunk=2))[2] == pytest.approx(0.5)  # alone in its chunk
+
+
+def test_prompts_hold_no_image_token() -> None:
+    assert max(max(prompt) for prompt in _PROMPTS) < 90 < VOCABULARY
