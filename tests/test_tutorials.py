@@ -26,7 +26,7 @@ from tests.tiny import build_network
 ROOT = Path(__file__).parents[1]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
-PATIENCE = 180.0  # seconds until a server answers, even on a slow machine
+PATIENCE = 300.0  # seconds until a server answers, even on a slow machine
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(smelt.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
 
 
