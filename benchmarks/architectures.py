@@ -1,6 +1,6 @@
 """What Smelt does with every architecture: load, prune, quantize, serve, export, on tiny random networks.
 
-    python benchmarks/architectures.py [NAME ...]
+    python benchmarks/architectures.py [NAME ...] [--update]
 
 Every cell is checked, not only run:
 - load: the outputs equal those of the network that transformers saved;
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import transformers
-from common import RESULTS, table, write
+from common import RESULTS, previous_rows, table, write
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -131,12 +131,13 @@ def check_serve(row: Architecture, folder: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def greedy(network: PreTrainedModel, prompt: list[int]) -> list[int]:
-    """Generate greedily with transformers, and without a cache, so that nothing but the network decides."""
-    tokens = list(prompt)
-    for _ in range(NEW_TOKENS):
-        logits = network(input_ids=torch.tensor([tokens]), use_cache=False).logits
-        tokens.append(int(logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
+    """Generate greedily with transformers."""
+    network.generation_config.eos_token_id = None
+    ids = torch.tensor([prompt])
+    tokens = network.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+    )
+    return list(tokens[0, len(prompt) :].tolist())
 
 
 def check_export(row: Architecture, folder: Path) -> dict[str, Any]:
@@ -195,7 +196,9 @@ def report(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="model types; all by default, which also writes the results")
-    names = parser.parse_args().names
+    parser.add_argument("--update", action="store_true", help="replace the rows of these types in the results")
+    arguments = parser.parse_args()
+    names = arguments.names
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -204,7 +207,10 @@ def main() -> None:
         rows.append(measure(row))
         line = {check: _short(rows[-1].get(check, {"ok": False})) for check in CHECKS}
         print(f"{row.model_type:16}", json.dumps(line), flush=True)
-    if not names:
+    if arguments.update:
+        measured = {row["architecture"]: row for row in rows}
+        rows = [measured.get(row["architecture"], row) for row in previous_rows("architectures", resume=True)]
+    if not names or arguments.update:
         write("architectures", rows, report(rows))
         print((RESULTS / "architectures.md").read_text())
 

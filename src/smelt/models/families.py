@@ -170,7 +170,7 @@ _BART_ATTENTION = AttentionPaths(
 _LLAMA = Family(
     name="llama",
     model_types=(
-        *("llama", "mistral", "qwen2", "qwen3", "smollm3", "seed_oss", "helium", "ernie4_5", "ministral", "ministral3"),
+        *("llama", "mistral", "qwen2", "qwen3", "smollm3", "seed_oss", "ernie4_5", "ministral", "ministral3"),
         *("hunyuan_v1_dense", "cwm", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"),
     ),
     blocks="layers",
@@ -209,6 +209,13 @@ FAMILIES: tuple[Family, ...] = (
         feed_forward=None,
         experts=_EXPERTS,
         config_names={**_GROUPED_NAMES, "experts": "intermediate_size"},
+    ),
+    replace(
+        _LLAMA,
+        name="helium",
+        model_types=("helium",),
+        config_names={"ffn_channels": "intermediate_size"},
+        quirks=("the attention output is as wide as the hidden size, so the config cannot describe removed heads",),
     ),
     replace(
         _LLAMA,

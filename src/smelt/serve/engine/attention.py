@@ -119,13 +119,18 @@ def unpaged_reason(anatomy: Anatomy) -> str | None:
     attention = anatomy.family.attention
     if attention is not None and not attention.interface:
         return f"transformers computes the attention of {model_type} in the network itself"
+    is_whole = anatomy.backbone is network.base_model  # otherwise more than the language model decides what is attended
     if _attention_is_known(anatomy):
-        return None
+        return None if is_whole or _computes_the_same(network) else _differs(model_type)
     if set(_traced_attention(network)) != set(range(len(anatomy.blocks))):
         return f"not every block of {model_type} uses transformers' attention interface"
     if anatomy.family.name == GENERIC and not _computes_the_same(network):
-        return f"{model_type} computes something else with paged attention"
+        return _differs(model_type)
     return None
+
+
+def _differs(model_type: str) -> str:
+    return f"{model_type} computes something else with paged attention"
 
 
 @torch.inference_mode()
