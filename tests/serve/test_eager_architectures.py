@@ -83,6 +83,17 @@ def test_a_network_that_mixes_positions_elsewhere_is_not_paged(tmp_path: Path) -
     assert reason is not None and "something else" in reason
 
 
+def test_a_vision_language_model_that_attends_in_both_directions_is_not_paged(tmp_path: Path) -> None:
+    ARCHITECTURES["paligemma"].save(tmp_path)
+    engine = Engine(load(tmp_path), max_model_len=64)
+    assert engine.runner.backend == _OWN_CACHE
+    network = load(tmp_path).network
+    network.generation_config.eos_token_id = None
+    expected = network.generate(torch.tensor([_PROMPTS[0]]), max_new_tokens=_NEW_TOKENS, do_sample=False)
+    (answer,) = engine.generate(_PROMPTS[:1], SamplingParams(max_tokens=_NEW_TOKENS, temperature=0, ignore_eos=True))
+    assert answer.tokens == expected[0, len(_PROMPTS[0]) :].tolist()
+
+
 def test_an_attention_variant_by_hand() -> None:
     """Scores of one query over three positions, written out: soft-capped, with a sink, and in chunks of two."""
     queries, sinks = torch.tensor([[[2.0]], [[2.0]], [[2.0]]]), torch.tensor([0.3])
