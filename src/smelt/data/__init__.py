@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 
 from smelt.data.batches import Batch, image_batches, labeled_batches, text_batches
-from smelt.data.files import TEXT_SUFFIXES, column_names, read_rows, suffix_of
+from smelt.data.files import TEXT_SUFFIXES, Row, column_names, read_rows, suffix_of
 from smelt.data.hub import is_hub, read_hub
 from smelt.data.image_files import (
     LabeledImages,
@@ -24,6 +24,7 @@ from smelt.data.multiple_choice import (
     load_choices,
 )
 from smelt.data.named_datasets import resolve_source
+from smelt.data.speech import SpeechData, has_speech, speech_from_rows
 from smelt.data.text import TextData, load_text, text_from_rows
 from smelt.errors import DataError
 
@@ -33,6 +34,7 @@ __all__ = [
     "LabeledImages",
     "MultipleChoiceData",
     "MultipleChoiceItem",
+    "SpeechData",
     "TextData",
     "image_batches",
     "labeled_batches",
@@ -43,7 +45,7 @@ __all__ = [
     "text_batches",
 ]
 
-KINDS = ("text", "labeled", "choices", "images")
+KINDS = ("text", "labeled", "choices", "images", "speech")
 _OLD_KINDS = {"labelled": "labeled"}  # the spelling before 0.2
 
 
@@ -55,8 +57,8 @@ def load_data(
     pair: str | None = None,
     label: str | None = None,
     split: str = "evaluation",
-) -> TextData | LabeledData | MultipleChoiceData | LabeledImages:
-    """Load data as `kind`, or as its columns suggest: images, multiple choice, labeled (a label column), else text.
+) -> TextData | LabeledData | MultipleChoiceData | LabeledImages | SpeechData:
+    """Load data as `kind`, or as its columns suggest: speech, images, multiple choice, labeled, else text.
 
     A folder and a NumPy archive hold images.
     """
@@ -77,7 +79,9 @@ def load_data(
             raise DataError(f"{source} is plain text: it has no rows to read as {kind} data.")
         return load_text(source, column=text, split=split)
     rows = read_hub(str(source), split) if is_hub(str(source)) else read_rows(Path(source))
-    kind = kind or ("images" if has_images(rows) else _guess_kind(column_names(rows), label))
+    kind = kind or _kind_of_content(rows) or _guess_kind(column_names(rows), label)
+    if kind == "speech":
+        return speech_from_rows(rows, str(source), path.parent, text=text)
     if kind == "images":
         return images_from_rows(rows, str(source), path.parent, image=text, label=label or "label")
     if kind == "choices":
@@ -85,6 +89,11 @@ def load_data(
     if kind == "labeled":
         return labeled_from_rows(rows, str(source), text=text, pair=pair, label=label or "label")
     return text_from_rows(rows, str(source), text)
+
+
+def _kind_of_content(rows: list[Row]) -> str | None:
+    """Return the kind of rows that name or hold recordings or images."""
+    return "speech" if has_speech(rows) else "images" if has_images(rows) else None
 
 
 def _guess_kind(columns: list[str], label: str | None) -> str:

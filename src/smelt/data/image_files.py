@@ -54,7 +54,7 @@ class LabeledImages:
         source = self.sources[index]
         if isinstance(source, np.ndarray):
             return source.tobytes()
-        return source if isinstance(source, bytes) else _read(source)
+        return source if isinstance(source, bytes) else read_encoded(source)
 
     def decode(self, index: int) -> Any:
         """Return an image as a PIL image."""
@@ -108,7 +108,7 @@ def images_from_rows(
             f"{list_names(columns)}."
         )
     encoded = [
-        _source(value, folder, f"{source}, row {number}")
+        encoded_source(value, folder, f"{source}, row {number}", "image")
         for number, value in enumerate(column_values(rows, image, source), start=1)
     ]
     if label not in columns:
@@ -133,13 +133,14 @@ def has_images(rows: list[Row]) -> bool:
     return False
 
 
-def _source(value: Any, folder: Path, where: str) -> Path | bytes:
+def encoded_source(value: Any, folder: Path, where: str, noun: str) -> Path | bytes:
+    """Return what a cell of a table holds: an encoded image or recording, or its path relative to `folder`."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str) or not value:
-        raise DataError(f"{where} holds no image and no path of one but {str(value)[:40]!r}.")
+        raise DataError(f"{where} holds no {noun} and no path of one but {str(value)[:40]!r}.")
     return folder / value
 
 
@@ -157,7 +158,8 @@ def _image_files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
 
 
-def _read(path: Path) -> bytes:
+def read_encoded(path: Path) -> bytes:
+    """Read an encoded image or recording of limited size."""
     check_regular_file(path)
     try:
         with path.open("rb") as file:
@@ -165,7 +167,7 @@ def _read(path: Path) -> bytes:
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error}).") from error
     if len(content) > MAX_RECORD_BYTES:
-        raise DataError(f"{path} is larger than {MAX_RECORD_BYTES // 2**20} MiB: give smaller images.")
+        raise DataError(f"{path} is larger than {MAX_RECORD_BYTES // 2**20} MiB: give smaller files.")
     return content
 
 

@@ -9,22 +9,24 @@ import numpy as np
 from smelt.data.image_files import LabeledImages
 from smelt.data.labeled import LabeledData
 from smelt.data.multiple_choice import MultipleChoiceData
+from smelt.data.speech import SpeechData
 from smelt.data.text import TextData
 
 NGRAM = 13  # words, as in the contamination study of GPT-3 (Brown et al., 2020)
 _MAX_CHARACTERS = 10**8  # of each data set; the rest is not looked at
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, from the golden ratio
 
-Data = TextData | LabeledData | MultipleChoiceData | LabeledImages
+Data = TextData | LabeledData | MultipleChoiceData | LabeledImages | SpeechData
 
 
 def overlap(evaluation: Data, calibration: Data) -> float:
     """Return the fraction of the evaluation data's n-grams of 13 words that also occur in the calibration data.
 
-    Upper and lower case are the same. A document of fewer words is one n-gram. Of images, the fraction that is the same
-    to the byte.
+    Upper and lower case are the same. A document of fewer words is one n-gram. Of images and
+    recordings, the fraction that is the same to the byte.
     """
-    if isinstance(evaluation, LabeledImages) and isinstance(calibration, LabeledImages):
+    encoded = (LabeledImages, SpeechData)
+    if isinstance(evaluation, encoded) and isinstance(calibration, encoded):
         known = {hash(calibration.content(index)) for index in range(len(calibration))}
         return sum(hash(evaluation.content(index)) in known for index in range(len(evaluation))) / len(evaluation)
     wanted = _ngrams(evaluation)

@@ -4,41 +4,46 @@ from __future__ import annotations
 
 from typing import Any
 
-from smelt.data import LabeledData, LabeledImages, MultipleChoiceData, TextData
+from smelt.data import LabeledData, LabeledImages, MultipleChoiceData, SpeechData, TextData
 from smelt.errors import DataError
 from smelt.measure.eval_result import EvalResult, meets_threshold
 from smelt.measure.images import evaluate_images, is_zero_shot
 from smelt.measure.multiple_choice import evaluate_multiple_choice
 from smelt.measure.perplexity import perplexity
+from smelt.measure.speech import evaluate_speech
 from smelt.measure.task import evaluate_task
 from smelt.models.model import Model
 from smelt.progress import NullProgress, Progress, progress_bars
 
 __all__ = ["EvalResult", "evaluate", "measure_quality", "meets_threshold"]
 
-Data = TextData | LabeledData | MultipleChoiceData | LabeledImages
+Data = TextData | LabeledData | MultipleChoiceData | LabeledImages | SpeechData
 
 _DATA_FOR_TASK = {
     "language": (TextData, MultipleChoiceData),
     "classification": (LabeledData,),
     "embedding": (LabeledData,),
     "images": (LabeledImages,),
+    "speech": (SpeechData,),
 }
 _NAMES = {
     TextData: "plain text",
     LabeledData: "labeled rows",
     MultipleChoiceData: "multiple-choice rows",
     LabeledImages: "images",
+    SpeechData: "recordings",
 }
 
 
 def evaluate(model: Model, data: Data, *, metric: str | None = None, **settings: Any) -> EvalResult:
-    """Measure perplexity on text, accuracy on multiple choice, or `metric` on labeled rows or images, passing on
-    `settings`. Progress is shown unless `progress` says otherwise."""
+    """Measure perplexity on text, accuracy on multiple choice, WER on recordings, or `metric` on labeled rows or images,
+    passing on `settings`. Progress is shown unless `progress` says otherwise."""
     _check_fit(model, data)
     if "progress" not in settings:
         with progress_bars() as progress:
             return evaluate(model, data, metric=metric, progress=progress, **settings)
+    if isinstance(data, SpeechData):
+        return evaluate_speech(model, data, metric=metric, **settings)
     if isinstance(data, LabeledImages):
         return evaluate_images(model, data, metric=metric, **settings)
     if isinstance(data, LabeledData):
@@ -57,6 +62,8 @@ def expected_metric(data: Data, metric: str | None = None) -> str:
         return "perplexity"
     if isinstance(data, MultipleChoiceData):
         return "accuracy"
+    if isinstance(data, SpeechData):
+        return "wer"
     if isinstance(data, LabeledImages):
         return metric or "accuracy"
     return metric or ("spearman" if data.regression else "accuracy")

@@ -72,12 +72,19 @@ def ranks(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return (np.cumsum(sizes, axis=-1) - (sizes - 1) / 2)[..., group]
 
 
+def wer(errors: np.ndarray, words: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
+    """Return the word error rate: the errors of all items over the words of their references."""
+    counts = _counts(words, counts)
+    return counts @ errors / np.maximum(counts @ words, 1)
+
+
 METRICS: dict[str, Score] = {
     "accuracy": accuracy,
     "f1": f1,
     "matthews": matthews,
     "spearman": spearman,
     "pearson": pearson,
+    "wer": wer,
 }
 CLASSIFICATION_METRICS = ("accuracy", "f1", "matthews")
 

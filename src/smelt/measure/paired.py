@@ -145,7 +145,7 @@ def _interval(quantile: Quantile, confidence: float) -> tuple[float, float]:
 
 def _correct_predictions(quality: EvalResult) -> np.ndarray | None:
     """Return which predictions are correct, or None if the metric has no correct ones. [items]"""
-    if quality.predictions is None or quality.labels is None or quality.metric in ("spearman", "pearson"):
+    if quality.predictions is None or quality.labels is None or quality.metric in ("spearman", "pearson", "wer"):
         return None
     return quality.predictions == quality.labels
 

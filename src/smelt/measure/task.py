@@ -92,7 +92,7 @@ def _outputs(
 
 
 def _checked_metric(metric: str | None, numbers: bool) -> str:
-    allowed = [name for name in METRICS if (name in CLASSIFICATION_METRICS) != numbers]
+    allowed = [name for name in METRICS if (name in CLASSIFICATION_METRICS) != numbers and name != "wer"]
     if metric is None:
         return allowed[0]
     if metric not in allowed:

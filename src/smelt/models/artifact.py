@@ -21,6 +21,7 @@ from smelt.errors import ModelError
 from smelt.files import json_text
 from smelt.models.anatomy import Anatomy, Part, anatomy_of
 from smelt.models.config import config_from, read_generation_config
+from smelt.models.feature_extractor import load_feature_extractor, save_feature_extractor
 from smelt.models.image_processor import ImageProcessor
 from smelt.models.json_file import read_object
 from smelt.models.kv_cache import KVCacheFormat
@@ -50,6 +51,8 @@ def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = No
         model.tokenizer.save_pretrained(folder)
     if model.image_processor is not None:
         model.image_processor.save(folder)
+    if model.feature_extractor is not None:
+        save_feature_extractor(model.feature_extractor, folder)
     content = {
         "format": FORMAT,
         "smelt": __version__,
@@ -94,6 +97,7 @@ def load_artifact(folder: Path, *, dtype: torch.dtype | None = None, device: str
         history=history if isinstance(history, list) else [],
         kv=_kv_format(content, folder),
         image_processor=ImageProcessor.from_folder(folder),
+        feature_extractor=load_feature_extractor(folder),
     )
 
 

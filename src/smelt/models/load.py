@@ -17,6 +17,7 @@ from smelt.models.artifact import load_artifact, shaped_network
 from smelt.models.bundled import BUNDLED, bundled_gguf, ensure_bundled
 from smelt.models.compressed_tensors import compressed_skeleton, load_compressed
 from smelt.models.config import is_compressed_tensors, read_config, read_generation_config
+from smelt.models.feature_extractor import load_feature_extractor
 from smelt.models.gguf import GgufFile, gguf_config, gguf_packed, gguf_shapes, gguf_tensors, gguf_tokenizer, read_gguf
 from smelt.models.image_processor import FILE as IMAGE_PROCESSOR_FILE
 from smelt.models.image_processor import ImageProcessor
@@ -51,7 +52,13 @@ def load(spec: str | Path, *, dtype: torch.dtype | None = None, device: str = "c
         dtype = torch.bfloat16 if path.is_file() else None  # packed matmuls run in half precision on GPU
     network, tokenizer = _load_gguf(path, dtype, packed) if path.is_file() else _load_folder(path, dtype)
     try:
-        return Model(network.to(device), tokenizer, source=str(spec), image_processor=ImageProcessor.from_folder(path))
+        return Model(
+            network.to(device),
+            tokenizer,
+            source=str(spec),
+            image_processor=ImageProcessor.from_folder(path),
+            feature_extractor=load_feature_extractor(path),
+        )
     except torch.OutOfMemoryError as error:
         raise ResourceError(f"{spec} does not fit into the memory of {device}; load it on the CPU.") from error
 

@@ -39,6 +39,7 @@ class Model:
     history: list[dict[str, Any]] = field(default_factory=list)
     kv: KVCacheFormat | None = None
     image_processor: ImageProcessor | None = None
+    feature_extractor: Any = None  # transformers' WhisperFeatureExtractor, of a speech model
 
     @property
     def anatomy(self) -> Anatomy:

@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 
 from smelt.compression.passport.document import PASSPORT
-from smelt.data import LabeledData, LabeledImages, MultipleChoiceData, TextData
+from smelt.data import LabeledData, LabeledImages, MultipleChoiceData, SpeechData, TextData
 from smelt.errors import ModelError
 from smelt.fingerprint import fingerprint_of
 from smelt.measure.evaluate import Data
@@ -64,7 +64,13 @@ def describe_data(data: Data | None) -> dict[str, Any] | None:
             digest.update(b"%d:" % len(encoded))
             digest.update(encoded)
         digest.update(b"\n")
-    kinds = {TextData: "text", LabeledData: "labeled", MultipleChoiceData: "choices", LabeledImages: "images"}
+    kinds = {
+        TextData: "text",
+        LabeledData: "labeled",
+        MultipleChoiceData: "choices",
+        LabeledImages: "images",
+        SpeechData: "speech",
+    }
     return {"name": data.name, "kind": kinds[type(data)], "items": items, "sha256": digest.hexdigest()}
 
 
@@ -102,6 +108,9 @@ def _items(data: Data) -> Iterator[tuple[Any, ...]]:
         for index in range(len(data)):
             label = None if data.labels is None else int(data.labels[index])
             yield hashlib.sha256(data.content(index)).hexdigest(), label
+    elif isinstance(data, SpeechData):
+        for index in range(len(data)):
+            yield hashlib.sha256(data.content(index)).hexdigest(), data.texts[index]
     else:
         for item in data.items:
             yield tuple(vars(item).values())

@@ -15,6 +15,7 @@ from smelt.data import (
     LabeledData,
     LabeledImages,
     MultipleChoiceData,
+    SpeechData,
     TextData,
     image_batches,
     labeled_batches,
@@ -69,6 +70,10 @@ def usable_data(recipe: Recipe, model: Model) -> CalibrationData:
     data = _read(settings, model, "calibration")
     if isinstance(data, MultipleChoiceData):
         raise DataError(f"{settings.source} holds multiple-choice rows, which calibration cannot use; give text.")
+    if isinstance(data, SpeechData):
+        raise DataError(
+            f"{settings.source} holds recordings, which calibration cannot use yet; use --eval-data and rtn."
+        )
     _check_data_type(model, data, settings.source)
     _check_loss(recipe, model)
     if isinstance(data, LabeledData) and model.task == "classification":

@@ -1,0 +1,116 @@
+"""Load recordings with transcripts: a table with a column `audio`, `path` or `file` and a column `text`.
+
+Paths are relative to the table; Parquet may hold the encoded recordings, as bytes or as `{bytes, path}`. Recordings
+stay encoded until they are needed. Their length is read from their header and limited before they are decoded.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.signal import resample_poly
+
+from smelt.data.files import Row, column_names, column_values, text_column
+from smelt.data.image_files import encoded_source, read_encoded
+from smelt.data.limits import list_names
+from smelt.errors import DataError
+
+AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".mp3")
+AUDIO_COLUMNS = ("audio", "path", "file")
+TEXT_COLUMNS = ("text", "transcript", "transcription", "sentence")
+MAX_SAMPLES = 2**28  # of one recording, all channels: 93 minutes of 48 kHz mono, 1 GiB decoded
+
+
+@dataclass(frozen=True, eq=False)
+class SpeechData:
+    """Recordings and what is said in them."""
+
+    name: str
+    sources: Sequence[Path | bytes]
+    texts: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def take(self, indices: Sequence[int] | np.ndarray) -> SpeechData:
+        """Return the recordings at these indices, in this order."""
+        return replace(
+            self, sources=[self.sources[i] for i in indices], texts=tuple(self.texts[int(i)] for i in indices)
+        )
+
+    def content(self, index: int) -> bytes:
+        """Return a recording as it is stored."""
+        source = self.sources[index]
+        return source if isinstance(source, bytes) else read_encoded(source)
+
+    def decode(self, index: int, sampling_rate: int) -> np.ndarray:
+        """Return a recording as mono samples in float32, resampled to this rate."""
+        source = self.sources[index]
+        where = str(source) if isinstance(source, Path) else f"recording {index + 1} of {self.name}"
+        samples, rate = _decode(self.content(index), where)
+        if rate == sampling_rate:
+            return samples
+        common = math.gcd(rate, sampling_rate)
+        return np.asarray(resample_poly(samples, sampling_rate // common, rate // common), dtype=np.float32)
+
+
+def speech_from_rows(
+    rows: list[Row], source: str, folder: Path, *, audio: str | None = None, text: str | None = None
+) -> SpeechData:
+    """Convert the rows of a table; relative paths are relative to `folder`."""
+    columns = column_names(rows)
+    audio = audio or next((name for name in AUDIO_COLUMNS if name in columns), None)
+    text = text or next((name for name in TEXT_COLUMNS if name in columns), None)
+    if audio is None or text is None:
+        raise DataError(
+            f"{source} needs a column of recordings ({', '.join(AUDIO_COLUMNS)}) and one of transcripts "
+            f"({', '.join(TEXT_COLUMNS)}); it has {list_names(columns)}."
+        )
+    values = enumerate(column_values(rows, audio, source), start=1)
+    sources = [encoded_source(value, folder, f"{source}, row {number}", "recording") for number, value in values]
+    return SpeechData(source, sources, text_column(rows, text, source))
+
+
+def has_speech(rows: list[Row]) -> bool:
+    """Return whether the first row of a table names or holds a recording."""
+    first = rows[0]
+    for name in AUDIO_COLUMNS:
+        value = first.get(name)
+        if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
+            return _looks_like_audio(value["bytes"])
+        if isinstance(value, bytes):
+            return _looks_like_audio(value)
+        if isinstance(value, str) and Path(value).suffix.lower() in AUDIO_SUFFIXES:
+            return True
+    return False
+
+
+def _looks_like_audio(content: bytes) -> bool:
+    return content.startswith((b"fLaC", b"OggS", b"ID3", b"\xff\xfb")) or content[8:12] == b"WAVE"
+
+
+def _decode(content: bytes, where: str) -> tuple[np.ndarray, int]:
+    """Decode a recording after checking the length in its header."""
+    try:
+        import soundfile
+    except (ImportError, OSError) as error:
+        raise DataError("recordings need one more package: pip install 'smelt[audio]'.") from error
+    try:
+        with soundfile.SoundFile(io.BytesIO(content)) as file:
+            if file.frames * file.channels > MAX_SAMPLES or file.frames < 0:
+                raise DataError(f"{where} has more than {MAX_SAMPLES:,} samples: split it into shorter recordings.")
+            samples: Any = file.read(dtype="float32", always_2d=True)  # [frames, channels]
+            rate = int(file.samplerate)
+    except DataError:
+        raise
+    except Exception as error:  # decoders of untrusted bytes raise many types
+        raise DataError(f"{where} cannot be decoded as audio ({' '.join(str(error).split())[:200]}).") from error
+    if not len(samples) or not 1_000 <= rate <= 768_000:
+        raise DataError(f"{where} is empty, or its rate of {rate} Hz is impossible.")
+    return samples.mean(axis=1), rate

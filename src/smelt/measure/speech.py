@@ -1,0 +1,94 @@
+"""Evaluate speech recognition by the word error rate (WER) of greedy transcripts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.models.whisper.english_normalizer import BasicTextNormalizer
+
+from smelt.data.batches import check_positive
+from smelt.data.speech import SpeechData
+from smelt.errors import DataError, ModelError
+from smelt.measure.eval_result import EvalResult
+from smelt.measure.logits import eval_mode
+from smelt.measure.metrics import METRICS
+from smelt.models.config import quiet_transformers
+from smelt.models.model import Model
+from smelt.progress import NullProgress, Progress
+
+MAX_NEW_TOKENS = 200
+PROMPT_TOKENS = 4  # start, language, task and no timestamps
+
+
+def evaluate_speech(
+    model: Model,
+    data: SpeechData,
+    *,
+    metric: str | None = None,
+    batch_size: int = 8,
+    limit: int | None = None,
+    progress: Progress = NullProgress(),  # noqa: B008
+) -> EvalResult:
+    """Compute the WER over all recordings or the first `limit`, of lower-case words without punctuation."""
+    check_positive(limit=limit)
+    if metric not in (None, "wer"):
+        raise DataError(f"The metric '{metric}' does not fit recordings: use wer.")
+    data = data if limit is None else data.take(range(min(limit, len(data))))
+    normalize = BasicTextNormalizer()
+    references = [normalize(text).split() for text in data.texts]
+    if not any(references):
+        raise DataError(f"{data.name} has no words in its transcripts.")
+    transcripts: list[str] = []
+    with eval_mode(model.network):
+        starts = range(0, len(data), batch_size)
+        for start in progress.track(starts, "evaluation"):
+            transcripts += transcribe(model, data, range(start, min(start + batch_size, len(data))))
+    pairs = zip(transcripts, references, strict=True)
+    errors = np.array([word_errors(normalize(text).split(), words) for text, words in pairs], dtype=np.float64)
+    counts = np.array([len(words) for words in references], dtype=np.float64)
+    return EvalResult(
+        metric="wer",
+        value=float(METRICS["wer"](errors, counts)),
+        higher_is_better=False,
+        data=data.name,
+        items=errors / np.maximum(counts, 1),
+        predictions=errors,
+        labels=counts,
+        settings={"items": len(data), "words": int(counts.sum())},
+    )
+
+
+@torch.no_grad()
+def transcribe(model: Model, data: SpeechData, indices: range) -> list[str]:
+    """Return the greedy transcripts of recordings."""
+    if model.tokenizer is None or model.feature_extractor is None:
+        raise ModelError(
+            f"{model.source or 'this model'} has no tokenizer or no preprocessor_config.json for speech, so it cannot "
+            "transcribe; copy the files of the model it was made from."
+        )
+    extractor: Any = model.feature_extractor
+    samples = [data.decode(index, extractor.sampling_rate) for index in indices]
+    features = extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="pt").input_features
+    dtype = next(model.network.parameters()).dtype
+    longest = getattr(model.network.config, "max_target_positions", MAX_NEW_TOKENS + PROMPT_TOKENS)
+    with quiet_transformers():
+        ids = model.network.generate(
+            features.to(model.device, dtype),
+            max_new_tokens=min(MAX_NEW_TOKENS, longest - PROMPT_TOKENS),
+            do_sample=False,
+            num_beams=1,
+        )
+    return [str(text) for text in model.tokenizer.batch_decode(ids, skip_special_tokens=True)]
+
+
+def word_errors(words: list[str], reference: list[str]) -> int:
+    """Return the least number of substitutions, insertions and deletions between two lists of words."""
+    previous = list(range(len(reference) + 1))
+    for row, word in enumerate(words, start=1):
+        current = [row]
+        for column, expected in enumerate(reference, start=1):
+            current.append(min(previous[column] + 1, current[-1] + 1, previous[column - 1] + (word != expected)))
+        previous = current
+    return previous[-1]

@@ -1,0 +1,123 @@
+"""Word error rates, recordings in every form, and a speech model evaluated on them."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+from smelt.data import SpeechData, load_data
+from smelt.errors import DataError, ModelError
+from smelt.measure.eval_result import EvalResult
+from smelt.measure.evaluate import evaluate
+from smelt.measure.gate import gate, parse_margins
+from smelt.measure.metrics import wer
+from smelt.measure.paired import compare
+from smelt.measure.speech import word_errors
+from smelt.models.feature_extractor import load_feature_extractor, save_feature_extractor
+from smelt.models.model import Model
+from tests.character_tokenizer import character_tokenizer
+
+soundfile = pytest.importorskip("soundfile", reason="soundfile is not installed")
+
+RATE = 16_000
+TONE = (0.5 * np.sin(2 * np.pi * 440 * np.arange(RATE // 2) / RATE)).astype(np.float32)
+
+
+def wav(samples: np.ndarray = TONE, rate: int = RATE) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, format="FLAC", subtype="PCM_16")
+    return file.getvalue()
+
+
+def whisper() -> Model:
+    tokenizer = character_tokenizer()
+    size = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_mel_bins": 8}
+    tokens = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 2}
+    torch.manual_seed(0)
+    config = hf.WhisperConfig(
+        vocab_size=len(tokenizer), max_source_positions=50, max_target_positions=16, **size, **heads, **tokens
+    )
+    network = hf.WhisperForConditionalGeneration(config).eval()
+    extractor = hf.WhisperFeatureExtractor(feature_size=8, chunk_length=1)
+    return Model(network, tokenizer, feature_extractor=extractor)
+
+
+@pytest.mark.parametrize(
+    ("words", "reference", "errors"),
+    [
+        ("a b c", "a b c", 0),
+        ("a x c", "a b c", 1),
+        ("a c", "a b c", 1),
+        ("a b b c", "a b c", 1),
+        ("", "a b", 2),
+        ("a", "", 1),
+        ("kitten sat", "sitting on the mat", 4),
+    ],
+)
+def test_word_errors(words: str, reference: str, errors: int) -> None:
+    assert word_errors(words.split(), reference.split()) == errors
+
+
+def test_the_rate_weighs_items_by_their_words_and_is_gated() -> None:
+    errors, words = np.array([1.0, 0.0, 3.0]), np.array([2.0, 8.0, 10.0])
+    assert wer(errors, words) == 4 / 20
+    assert wer(errors, words, np.array([[1, 0, 0], [0, 1, 1]])).tolist() == [1 / 2, 3 / 18]
+
+    def result(errors: np.ndarray) -> EvalResult:
+        return EvalResult(
+            "wer", float(wer(errors, words)), False, "data", errors / words, predictions=errors, labels=words
+        )
+
+    assert compare(result(errors + 1), result(errors)).verdict in ("worse", "no clear difference")
+    assert gate(result(errors), result(errors), parse_margins(["1pt"]).of("wer")).verdict == "pass"
+
+
+def test_recordings_of_a_table_are_resampled_to_mono(tmp_path: Path) -> None:
+    stereo = np.stack([TONE, TONE], axis=1)
+    (tmp_path / "a.flac").write_bytes(wav(stereo))
+    (tmp_path / "b.flac").write_bytes(wav(TONE[::2], RATE // 2))
+    rows = [{"file": "a.flac", "text": "one"}, {"file": "b.flac", "text": "two"}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = load_data(tmp_path / "rows.jsonl")
+    assert isinstance(data, SpeechData) and data.texts == ("one", "two")
+    np.testing.assert_allclose(data.decode(0, RATE), TONE, atol=1e-3)
+    resampled = data.decode(1, RATE)
+    assert resampled.shape == TONE.shape and np.abs(resampled - TONE)[200:-200].max() < 0.02
+
+
+def test_a_speech_model_is_evaluated_by_its_transcripts() -> None:
+    model = whisper()
+    assert model.task == "speech" and model.tokenizer is not None
+    features = model.feature_extractor([TONE], sampling_rate=RATE, return_tensors="pt").input_features
+    ids = model.network.generate(features, max_new_tokens=12, do_sample=False)
+    text = model.tokenizer.batch_decode(ids, skip_special_tokens=True)[0]
+    data = SpeechData("speech", [wav(), wav()], ("some words", text or "x"))
+    result = evaluate(model, data, batch_size=1)
+    assert result.metric == "wer" and not result.higher_is_better and len(result.items) == 2
+    assert result.settings["words"] > 0 and result.predictions is not None and result.predictions[0] >= 1
+
+
+def test_the_feature_extractor_is_saved_and_bounded(tmp_path: Path) -> None:
+    save_feature_extractor(hf.WhisperFeatureExtractor(feature_size=16, chunk_length=2), tmp_path)
+    loaded = load_feature_extractor(tmp_path)
+    assert loaded is not None and loaded.feature_size == 16 and loaded.chunk_length == 2
+    content = {"feature_extractor_type": "WhisperFeatureExtractor", "chunk_length": 10**9}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
+    with pytest.raises(ModelError, match="chunk_length is 1000000000"):
+        load_feature_extractor(tmp_path)
+
+
+def test_what_cannot_be_read_is_one_sentence() -> None:
+    with pytest.raises(DataError, match="cannot be decoded as audio"):
+        SpeechData("speech", [b"fLaC broken"], ("a",)).decode(0, RATE)
+    with pytest.raises(DataError, match="use wer"):
+        evaluate(whisper(), SpeechData("speech", [wav()], ("a",)), metric="accuracy")
+    with pytest.raises(DataError, match="no words"):
+        evaluate(whisper(), SpeechData("speech", [wav()], ("...",)))
