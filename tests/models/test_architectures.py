@@ -92,13 +92,14 @@ def test_removed_units_are_masked_units(name: str, folders: dict[str, Path], tmp
 
 
 @pytest.mark.parametrize("name", _QUANTIZED)
-def test_all_linear_layers_of_blocks_are_quantized(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_all_layers_of_blocks_are_quantized(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     model = load(folders[name])
     linear = {
         path
         for block in model.anatomy.blocks
         for path, module in block.module.named_modules(prefix=block.path)
-        if isinstance(module, torch.nn.Linear) and path.rpartition(".")[2] not in ("router", "shared_expert_gate")
+        if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)
+        and path.rpartition(".")[2] not in ("router", "shared_expert_gate")
     }
     step = METHODS.build({"method": "gptq", "bits": 4, "group_size": -1, "damping": 0.1})
     step.apply(model, MethodContext(batches=[random_inputs(model.network)]))

