@@ -28,7 +28,13 @@ from smelt.export.format import Export, ExportFormat
 from smelt.models.artifact import shaped_config, write_json
 from smelt.models.json_file import one_line
 from smelt.models.model import Model
-from smelt.models.quantized import STATIC_SCALE, QuantizedLinear, quantized_layers, replace_module
+from smelt.models.quantized import (
+    STATIC_SCALE,
+    QuantizedEmbedding,
+    QuantizedLinear,
+    quantized_layers,
+    replace_module,
+)
 from smelt.models.verify import probe
 from smelt.numerics.catalog import format_name
 from smelt.numerics.format import PER_ROW, PER_TENSOR
@@ -50,7 +56,8 @@ class Onnx(ExportFormat):
         _check(model)
         network = copy.deepcopy(model.network).cpu().float()
         for layer_path, layer in quantized_layers(network).items():
-            replace_module(network, layer_path, _IntegerLayer(layer, layer_path))
+            dense = layer.to_dense() if isinstance(layer, QuantizedEmbedding) else _IntegerLayer(layer, layer_path)
+            replace_module(network, layer_path, dense)
         names, example = zip(*_inputs(model, *_SHAPES[0]).items(), strict=True)
         path = folder / "model.onnx"
         try:
@@ -75,6 +82,8 @@ class Onnx(ExportFormat):
         notes = []
         if next(model.network.parameters()).dtype != torch.float32:
             notes.append("the graph computes in float32, whatever the dtype of the model.")
+        if any(isinstance(layer, QuantizedEmbedding) for layer in quantized_layers(model.network).values()):
+            notes.append("the graph holds the token embeddings dequantized, in float32.")
         if quantized_layers(model.network):
             notes.append(
                 "onnxruntime may quantize the inputs of 8-bit layers to 8 bits for speed; its session option "

@@ -36,8 +36,8 @@ _NAMES = {
 
 
 def evaluate(model: Model, data: Data, *, metric: str | None = None, **settings: Any) -> EvalResult:
-    """Measure perplexity on text, accuracy on multiple choice, WER on recordings, or `metric` on labeled rows or images,
-    passing on `settings`. Progress is shown unless `progress` says otherwise."""
+    """Measure perplexity on text, accuracy on multiple choice, WER on recordings, or `metric` on labeled rows or
+    images, passing on `settings`. Progress is shown unless `progress` says otherwise."""
     _check_fit(model, data)
     if "progress" not in settings:
         with progress_bars() as progress:

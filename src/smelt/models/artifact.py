@@ -27,7 +27,7 @@ from smelt.models.json_file import read_object
 from smelt.models.kv_cache import KVCacheFormat
 from smelt.models.model import Model
 from smelt.models.network import check_buffers, empty_network, parameters_on_meta
-from smelt.models.quantized import LOW_RANK_NAMES, prepare_quantized_layers, quantized_layers
+from smelt.models.quantized import LOW_RANK_NAMES, QuantizedEmbedding, prepare_quantized_layers, quantized_layers
 from smelt.models.surgery import restore_shape
 from smelt.models.tokenizer import load_tokenizer
 from smelt.models.weights import TensorHeader, read_headers, read_safetensors
@@ -86,6 +86,9 @@ def load_artifact(folder: Path, *, dtype: torch.dtype | None = None, device: str
     network.load_state_dict(tensors, strict=False, assign=True)
     network.tie_weights()
     network.config.dtype = next(network.parameters()).dtype
+    for layer in quantized_layers(network).values():
+        if isinstance(layer, QuantizedEmbedding):
+            layer.dtype = network.config.dtype
     generation = read_generation_config(folder)
     if generation is not None and network.can_generate():
         network.generation_config = generation

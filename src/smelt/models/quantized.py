@@ -31,7 +31,7 @@ NO_BACKEND, DEQUANTIZED = "none yet", "dequantized at load"  # of a layer withou
 STATIC_SCALE = "input_scale"
 QPARAM_NAMES = ("scale", "zero", "negative", "tensor")
 LOW_RANK_NAMES = ("down", "up")
-_QUANTIZABLE = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d)
+_QUANTIZABLE = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.Embedding)
 
 
 @dataclass(frozen=True)
@@ -348,9 +348,42 @@ class QuantizedConv(QuantizedLinear):
         return f"{self.shape}, {self.scheme.to_json()}"
 
 
+class QuantizedEmbedding(QuantizedLinear):
+    """Quantized replacement for an Embedding: the rows of the tokens are dequantized when they are looked up."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, scheme: QuantizationScheme, dtype: torch.dtype) -> None:
+        if scheme.inputs is not None or scheme.hadamard or scheme.rank:
+            raise ModelError("a quantized embedding has only a weight: no activations, rotation or low-rank factors.")
+        super().__init__(embedding_dim, num_embeddings, scheme, bias=False, dtype=dtype)
+        self.dtype = dtype  # of the outputs
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedEmbedding:
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        super()._apply(fn, recurse)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:  # [...] token ids -> [..., embedding_dim]
+        ids = x.flatten()
+        shared = self.scheme.weight.group_size == PER_TENSOR
+        rows = {
+            name: tensor if name == "tensor" or (shared and name != "codes") else tensor.index_select(0, ids)
+            for name, tensor in self.packed.tensors.items()
+        }
+        values = QuantizedTensor.from_packed(self.scheme.weight, rows, self.in_features).dequantize()
+        return values.to(self.dtype).view(*x.shape, self.in_features)
+
+    def to_dense(self) -> nn.Embedding:
+        """Return the dequantized embedding."""
+        return nn.Embedding.from_pretrained(self.weight.to(self.dtype))
+
+    @property
+    def backend(self) -> str:
+        return "dequantized rows"
+
+
 def lacks_kernel(layer: QuantizedLinear, dtype: torch.dtype) -> bool:
     """Return whether every forward would dequantize the weights first. False while a backend is forced."""
-    if forced_backend() or layer.moved or isinstance(layer, QuantizedConv):
+    if forced_backend() or layer.moved or isinstance(layer, QuantizedConv | QuantizedEmbedding):
         return False
     return select_kernel(layer.packed, layer.inputs, dtype).dequantizes(layer.packed)
 
@@ -423,7 +456,9 @@ def conv_shape(module: nn.Module) -> ConvShape | None:
 
 
 def quantized_replacement(module: Any, scheme: QuantizationScheme) -> QuantizedLinear:
-    """Return the quantized layer that replaces a Linear, Conv1D or convolution, without tensors."""
+    """Return the quantized layer that replaces a Linear, Conv1D, convolution or embedding, without tensors."""
+    if isinstance(module, nn.Embedding):
+        return QuantizedEmbedding(module.num_embeddings, module.embedding_dim, scheme, module.weight.dtype)
     bias, dtype = module.bias is not None, module.weight.dtype
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         return QuantizedConv(ConvShape.of(module), scheme, bias=bias, dtype=dtype)
@@ -464,7 +499,7 @@ def quantize_activations(network: nn.Module, inputs: Format) -> int:
     """
     changed = 0
     for layer in quantized_layers(network).values():
-        if layer.scheme.inputs is None:
+        if layer.scheme.inputs is None and not isinstance(layer, QuantizedEmbedding):
             dtype = getattr(network, "dtype", torch.float32)
             if select_kernel(layer.packed, ActivationQuant(inputs), dtype).quantizes_inputs:
                 layer.scheme, layer._selected = replace(layer.scheme, inputs=inputs), None
@@ -479,6 +514,6 @@ def prepare_quantized_layers(network: nn.Module, schemes: Any, where: str) -> No
     plain = {path: module for path, module in network.named_modules() if isinstance(module, _QUANTIZABLE)}
     for path, description in schemes.items():
         if path not in plain:
-            raise ModelError(f"{where}: {path} is not a linear layer or convolution of this network.")
+            raise ModelError(f"{where}: {path} is not a linear layer, convolution or embedding of this network.")
         scheme = QuantizationScheme.from_json(description, where)
         replace_module(network, path, quantized_replacement(plain[path], scheme))

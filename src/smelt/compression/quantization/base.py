@@ -31,6 +31,7 @@ from smelt.compression.quantization.layers import (
     observed,
     scale_groups,
     share_expert_amax,
+    token_embedding,
 )
 from smelt.compression.quantization.rounding import round_to_nearest
 from smelt.compression.quantization.speed_guard import SpeedGuardResult, apply_speed_guard, final_schemes
@@ -67,11 +68,13 @@ class Quantization(Method):
     input_activations: str | None = renamed("inputs", default=None)  # their format, such as int8; null: float
     static_activations: bool = renamed("static", default=False)  # fix input scales on the calibration data
     allow_partial_group: bool = renamed("ragged", default=False)  # the last group may be smaller
+    embeddings: str | None = None  # format of the token embeddings, rounded to nearest, such as int8; null: unquantized
 
     def __post_init__(self) -> None:
         try:
             self.weight_format  # noqa: B018  (built to be checked)
             self.input_format  # noqa: B018
+            self.embedding_scheme  # noqa: B018
         except FormatError as error:
             raise RecipeError(f"{self.name}: {error}") from error
         if self.static_activations and self.input_activations is None:
@@ -101,6 +104,10 @@ class Quantization(Method):
     @property
     def scheme(self) -> QuantizationScheme:
         return QuantizationScheme(self.weight_format, self.input_format, self.static_activations)
+
+    @property
+    def embedding_scheme(self) -> QuantizationScheme | None:
+        return None if self.embeddings is None else QuantizationScheme(get_format(self.embeddings))
 
     @property
     def uses_data(self) -> bool:
@@ -133,6 +140,8 @@ class Quantization(Method):
         run = _Run(self, model, context, prepared, final_schemes(schemes, guarded), guarded)
         for block in context.progress.track(model.anatomy.blocks, self.name):
             run.block(block)
+        if self.embedding_scheme is not None:
+            run.embedding(self.embedding_scheme)
         self.conclude(model, context)
         return {**run.facts(), **self.report(prepared, model.network), **guard_facts}
 
@@ -171,6 +180,8 @@ class Quantization(Method):
             )
         if quantized_layers(anatomy.network):
             raise ModelError("this model is quantized already; quantize the model it was made from.")
+        if self.embeddings is not None:
+            token_embedding(anatomy.network)
         size = self.input_multiple
         for layer in (layer for group in groups if not group.is_convolution for layer in group.layers):
             columns = layer.weight.shape[1]
@@ -190,6 +201,8 @@ class Quantization(Method):
     def reshape(self, anatomy: Anatomy, undecided: Mapping[str, UndecidedWidth]) -> Mapping[str, UndecidedWidth]:
         groups = [group for block in anatomy.blocks for group in layer_groups(block)]
         schemes = {layer.path: self._default_scheme(group).to_json() for group in groups for layer in group.layers}
+        if self.embedding_scheme is not None:
+            schemes[token_embedding(anatomy.network).path] = self.embedding_scheme.to_json()
         prepare_quantized_layers(anatomy.network, schemes, "the plan")
         return undecided
 
@@ -204,6 +217,9 @@ class Quantization(Method):
         groups = [group for block in anatomy.blocks for group in layer_groups(block)]
         weights = [layer.weight for group in groups for layer in group.layers]
         stored = sum(weight.numel() * self.bits_per_weight(*weight.shape) / 8 for weight in weights)
+        if self.embedding_scheme is not None:
+            weights.append(table := token_embedding(anatomy.network).weight)
+            stored += table.numel() * self.embedding_scheme.weight.bits_per_value(table.shape[1], len(table)) / 8
         return int(stored) - sum(weight.numel() * weight.element_size() for weight in weights)
 
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
@@ -312,6 +328,16 @@ class _Run:
             if self.block_inputs is not None and block.index < self.last_index:
                 with dequantized_weights(block.module, self.block_inputs.dtype):
                     advance(self.block_inputs, block)
+
+    def embedding(self, scheme: QuantizationScheme) -> None:
+        """Round the token embeddings to nearest."""
+        table = token_embedding(self.network)
+        matrix = round_to_nearest(table.weight, scheme.weight)
+        error = _relative_error(table.weight, matrix)
+        layer = quantized_replacement(table.module, scheme)
+        layer.set_tensors(matrix, None)
+        replace_module(self.network, table.path, layer)
+        self.layers[table.path] = {"scheme": scheme.to_json(), "relative_error": error}
 
     def _quantize(self, block: Block) -> dict[str, dict[str, Any]]:
         work = BlockWork(

@@ -21,9 +21,9 @@ from smelt.models.quantized import linear_weight, quantized_layers
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """One linear layer or convolution and its path in the network."""
+    """One linear layer, convolution or embedding and its path in the network."""
 
-    module: Any  # Linear, Conv1D or convolution
+    module: Any  # Linear, Conv1D, convolution or embedding
     path: str
 
     @property
@@ -92,6 +92,23 @@ def is_quantizable_convolution(module: nn.Module) -> bool:
     """Return whether a module is a convolution that is quantized: state-space models read the weight of their grouped
     1-d convolutions directly."""
     return isinstance(module, nn.Conv2d) or (isinstance(module, nn.Conv1d) and module.groups == 1)
+
+
+def token_embedding(network: Any) -> LinearLayer:
+    """Return the table of token embeddings; raise if it cannot be quantized by itself."""
+    try:
+        table = network.get_input_embeddings()
+    except NotImplementedError:
+        table = None
+    if type(table) is not nn.Embedding:
+        raise ModelError("this network has no plain table of token embeddings to quantize; remove `embeddings`.")
+    head = network.get_output_embeddings()
+    if head is not None and getattr(head, "weight", None) is table.weight:
+        raise ModelError(
+            "the LM head of this network shares the table of token embeddings, so that it cannot be quantized by "
+            "itself; remove `embeddings`."
+        )
+    return LinearLayer(table, next(path for path, module in network.named_modules() if module is table))
 
 
 def layer_groups(block: Block) -> list[LayerGroup]:
