@@ -20,11 +20,14 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 demo: setup
-	rm -rf $(DEMO)/small $(DEMO)/small.partial
+	rm -rf $(DEMO)
 	mkdir -p $(DEMO)
-	$(BIN)/smelt compress smollm2-135m -r examples/prune-20.yaml -o $(DEMO)/small \
-		--prompt "The most important thing about water is" --json $(DEMO)/result.json
-	@echo "the report: $(DEMO)/small/report.html"
+	$(BIN)/python examples/demo/classifier.py $(DEMO)
+	$(BIN)/smelt compress $(DEMO)/classifier -r examples/demo/encoder.yaml --max-drop 2pt -o $(DEMO)/classifier-int8
+	$(BIN)/smelt compress smollm2-135m -r examples/demo/language-model.yaml --max-drop 3% --speed-seconds 15 \
+		--prompt "The most important thing about water is" -o $(DEMO)/smollm2-int8
+	$(BIN)/python examples/demo/ask.py $(DEMO)/smollm2-int8 "Why is the sky blue?"
+	@echo "the reports: $(DEMO)/classifier-int8/report.html and $(DEMO)/smollm2-int8/report.html"
 
 check: setup
 	$(BIN)/ruff check src tests benchmarks docs
