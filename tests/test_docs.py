@@ -71,7 +71,20 @@ def test_every_parameter_is_documented() -> None:
 
 def shell_commands() -> list[Any]:
     lines = [line for param in all_blocks("sh") for line in param.values[0].replace("\\\n", " ").splitlines()]
-    return [line for line in lines if line.startswith("smelt ")]
+    return [call for line in lines if (call := smelt_call(line))]
+
+
+def smelt_call(line: str) -> str:
+    """Return the call of `smelt` in a line of shell, without pipes, redirections and `&`; empty if there is none."""
+    words = shlex.shlex(line, posix=True, punctuation_chars=True)
+    words.whitespace_split = True
+    groups: list[list[str]] = [[]]
+    for word in words:
+        if set(word) <= set("|&;<>"):
+            groups.append([])
+        else:
+            groups[-1].append(word)
+    return next((shlex.join(group) for group in groups if group[:1] == ["smelt"]), "")
 
 
 @pytest.mark.parametrize("line", shell_commands())
@@ -92,6 +105,11 @@ def test_the_support_matrix_is_up_to_date() -> None:
     generator = module_from(ROOT / "docs" / "make_families.py")
     assert generator.PAGE.read_text(encoding="utf-8") == generator.page(), "docs/families.md is stale: run `make docs`"
     assert generator.README.read_text(encoding="utf-8") == generator.readme(), "README.md is stale: run `make docs`"
+
+
+def test_the_tour_shows_every_command() -> None:
+    lines = [line for text in blocks(ROOT / "docs" / "tour.md", "sh") for line in text.splitlines()]
+    assert {shlex.split(call)[1] for line in lines if (call := smelt_call(line))} == set(COMMANDS)
 
 
 def test_the_site_has_every_page() -> None:

@@ -77,7 +77,7 @@ class RunClock:
 
     def __post_init__(self) -> None:
         self.start = self._entered = self.clock()
-        self._finished: dict[str, float] = {}  # planned seconds of phases that are over, and what they took
+        self._finished: dict[str, float] = {}  # seconds that phases took which are over
 
     def schedule(self, seconds: Mapping[str, float]) -> None:
         self.planned = dict(seconds)
@@ -88,10 +88,16 @@ class RunClock:
             self._finished[self.phase] = now - self._entered
         self.phase, self._entered = phase, now
 
+    @property
+    def outermost(self) -> Loop | None:
+        """The loop around all others; a snapshot, since a thread reads while loops begin and end."""
+        return next(iter(tuple(self.loops)), None)
+
     def left(self) -> float | None:
         """Return the estimated seconds until the end of the run, or of the outermost loop if no phases are planned."""
         now = self.clock()
-        in_loop = self.loops[0].left(now) if self.loops else None
+        loop = self.outermost
+        in_loop = loop.left(now) if loop is not None else None
         if self.phase not in self.planned:
             return in_loop
         names = list(self.planned)
@@ -102,14 +108,15 @@ class RunClock:
     @property
     def _correction(self) -> float:
         """How much longer phases take than planned, over those that are finished."""
-        planned = sum(self.planned[name] for name in self._finished)
-        return sum(self._finished.values()) / planned if planned > 0 else 1.0
+        finished = dict(self._finished)  # a copy, since the run goes on in another thread
+        planned = sum(self.planned[name] for name in finished)
+        return sum(finished.values()) / planned if planned > 0 else 1.0
 
     def fraction(self) -> float | None:
         """Return the share of the run that is over, by time."""
-        left, elapsed = self.left(), self.clock() - self.start
-        if self.phase not in self.planned and self.loops:
-            elapsed = self.clock() - self.loops[0].start
+        left, loop = self.left(), self.outermost
+        start = loop.start if loop is not None and self.phase not in self.planned else self.start
+        elapsed = self.clock() - start
         return None if left is None or elapsed + left <= 0 else elapsed / (elapsed + left)
 
     def line(self) -> str:
@@ -117,9 +124,9 @@ class RunClock:
         fraction, left = self.fraction(), self.left()
         what = [] if fraction is None else [f"{100 * fraction:.0f} %"]
         what += [self.phase] if self.phase else []
-        if self.loops:
-            loop = self.loops[0]
-            what.append(f"{loop.description} {loop.done}{'' if loop.total is None else f' of {loop.total}'}")
+        if (loop := self.outermost) is not None:
+            done = f"{loop.done}{'' if loop.total is None else f' of {loop.total}'}"
+            what.append(done if self.phase.endswith(loop.description) else f"{loop.description} {done}")
         if left is not None:
             what.append(f"about {duration(left)} left")
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -33,7 +34,7 @@ WITHOUT_JSON = {"cache", "train", "serve", "kv", "migrate", "schema", "sign"}
 def test_help(command: str, smelt_here: Smelt) -> None:
     done = smelt_here(*command.split(), "--help")
     assert (done.code, done.err) == (0, "")
-    unseeded = ("verify", "env")  # one repeats a recorded seed, the other draws nothing
+    unseeded = ("verify", "env", "compare")  # one repeats a recorded seed, the others draw nothing
     assert "--json" in done.out and ("--seed" in done.out or command in unseeded)
 
 
@@ -87,7 +88,7 @@ def test_an_unknown_folder_is_answered_with_its_neighbor(place: Place, smelt_her
 
 @pytest.mark.parametrize(
     ("typed", "expected"),
-    [("smelt comp", "compress"), ("smelt compress --max-d", "--max-drop"), ("smelt kv ", "profile")],
+    [("smelt compr", "compress"), ("smelt compress --max-d", "--max-drop"), ("smelt kv ", "profile")],
 )
 def test_the_shell_completes_commands_and_options(typed: str, expected: str) -> None:
     asked = {"_SMELT_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
@@ -126,11 +127,11 @@ def test_methods(smelt_here: Smelt, tmp_path: Path) -> None:
 def test_the_parameters_of_one_method(smelt_here: Smelt, tmp_path: Path) -> None:
     done = smelt_here("methods", "gptq", "--json", str(tmp_path / "r.json"))
     described = result(tmp_path / "r.json")
-    defaults = {row["name"]: row["default"] for row in described["parameters"]}
-    assert defaults == {field.name: field.default for field in fields(METHODS["gptq"])}  # type: ignore[arg-type]
-    for row in described["parameters"]:
+    assert described["parameters"] == {field.name: field.default for field in fields(METHODS["gptq"])}  # type: ignore[arg-type]
+    for row in described["parameter_details"]:
         assert row["name"] in done.out and row["type"] in done.out and row["meaning"] in done.out
     assert described["paper"] in done.out and "calibration data" in done.out
+    assert re.search(r"budget .* Budget .* required", smelt_here("methods", "fisher").out)
     smelt_here("methods", "gptk").refused("did you mean 'gptq'?")
 
 

@@ -30,13 +30,18 @@ def run(name: NameArgument = None, json_file: JsonOption = None, seed: SeedOptio
 
 def _show_parameters(method: dict[str, Any]) -> None:
     console.print(f"{method['name']}: {method['summary']}\nneeds: {_needs(method)}\npaper: {method['paper']}")
-    cells = [
-        [row["name"], row["type"], row["default"] if isinstance(row["default"], str) else json.dumps(row["default"]),
-         row["meaning"]]
-        for row in method["parameters"]
-    ]  # fmt: skip
+    rows = method["parameter_details"]
+    cells = [[row["name"], row["type"], _default(row), row["meaning"]] for row in rows]
     console.print(table("Parameters", ["parameter", "type", "default", "meaning"], cells))
     console.print(f"in a recipe: a step with `method: {method['name']}`; on the command line: --set NAME=VALUE")
+
+
+def _default(parameter: dict[str, Any]) -> str:
+    """Write a default as in a recipe."""
+    if parameter["required"]:
+        return "required"
+    value = parameter["default"]
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _needs(method: dict[str, Any]) -> str:

@@ -12,28 +12,32 @@ from typing import Any, get_type_hints
 
 from smelt.compression.base import Method
 
-REQUIRED = "required"
 # `name: type = default  # comment`
 _FIELD = re.compile(r"^ +(\w+): .*?# (?:type: ignore\S*  # )?(.+)$", re.MULTILINE)
 
 
 def describe_method(cls: type[Method]) -> dict[str, Any]:
     """Return when to use a method, what it needs, its paper and its parameters."""
-    parameters = [
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    required = {field.name for field in fields if field.default is dataclasses.MISSING}
+    defaults = {field.name: None if field.name in required else field.default for field in fields}
+    details = [
         {
             "name": field.name,
             "type": str(field.type),
-            "default": REQUIRED if field.default is dataclasses.MISSING else field.default,
+            "default": defaults[field.name],
+            "required": field.name in required,
             "meaning": parameter_meaning(cls, field.name),
         }
-        for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+        for field in fields
     ]
     return {
         "name": cls.name,
         "summary": cls.summary,
         "needs": cls.needs,
         "paper": cls.paper,
-        "parameters": parameters,
+        "parameters": defaults,
+        "parameter_details": details,
     }
 
 
