@@ -19,11 +19,14 @@ EXTRAS = {
     "serve": ("fastapi", "uvicorn", "llguidance"),
     "parquet": ("pyarrow",),
     "datasets": ("datasets",),
+    "images": ("PIL",),
+    "audio": ("soundfile",),
     "compressed-tensors": ("compressed_tensors",),
     "harness": ("lm_eval",),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "signing": ("cryptography",),
     "ray": ("ray",),
+    "docs": ("mkdocs", "material"),
 }
 # Instruction sets that decide which kernels run and how fast.
 FEATURES = (
@@ -95,14 +98,12 @@ def _gpus() -> list[str]:
 
 
 def _compiler() -> str | None:
-    from smelt.kernels.cpu.build import find_compiler
+    from smelt.kernels.cpu.build import compiler_version
 
     try:
-        path = find_compiler()
-        printed = subprocess.run([path, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+        return compiler_version()
     except (OSError, subprocess.SubprocessError):
         return None
-    return f"{path}: {printed.splitlines()[0]}" if printed else path
 
 
 def _cpu_kernels() -> str:

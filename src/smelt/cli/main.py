@@ -9,8 +9,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import FrameType
 
 from smelt.errors import SmeltError, is_panic
 
@@ -56,26 +55,27 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _call(arguments: list[str], *, debug: bool = False) -> int:
-    with _exit_on_interrupt():
+    previous = signal.signal(signal.SIGINT, _interrupt)
+    try:
         from smelt.cli.app import call, program, with_new_flags
 
         arguments = with_new_flags(arguments)
-        command = program(arguments)
-    return call(command, arguments, debug=debug)
-
-
-@contextmanager
-def _exit_on_interrupt() -> Iterator[None]:
-    """Exit immediately on Ctrl-C: during an import the exception could be swallowed or reported by other code."""
-
-    def stop(*_: object) -> None:
-        os._exit(_fail(STOPPED, INTERRUPTED))
-
-    previous = signal.signal(signal.SIGINT, stop)
-    try:
-        yield
+        return call(program(arguments), arguments, debug=debug)
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+def _interrupt(_: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt on Ctrl-C; while a command imports what it needs, exit, since other code could swallow or
+    report the exception."""
+    importing = False
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if importing and file.rpartition(os.sep)[0] == __file__.rpartition(os.sep)[0]:
+            os._exit(_fail(STOPPED, INTERRUPTED))
+        importing = file.startswith("<frozen importlib")
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -91,11 +91,20 @@ def find_compiler() -> str:
     raise FileNotFoundError("no C++ compiler found")
 
 
+def compiler_version() -> str:
+    """Return the path of the C++ compiler and the first line of its version."""
+    path = find_compiler()
+    return ": ".join([path, *_version(path).decode(errors="replace").splitlines()[:1]])
+
+
+def _version(compiler: str) -> bytes:
+    return subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_COMPILE_TIMEOUT).stdout
+
+
 @lru_cache
 def _fingerprint(source: Path, compiler: str, machine: str, units: tuple[tuple[str, tuple[str, ...]], ...]) -> str:
     """Return a hash of everything that the library depends on: taken once, as the source of a process is fixed."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_COMPILE_TIMEOUT).stdout
-    parts = [version, " ".join((*FLAGS, machine)).encode(), str(dict(units)).encode(), cpu_features()]
+    parts = [_version(compiler), " ".join((*FLAGS, machine)).encode(), str(dict(units)).encode(), cpu_features()]
     headers = sorted(source.rglob("*.h"))
     parts += [file.read_bytes() for file in (*headers, *(source / f"{name}.cpp" for name, _ in units))]
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
