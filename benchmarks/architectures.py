@@ -171,7 +171,7 @@ def attempt(check: Callable[[Architecture, Path], dict[str, Any]], row: Architec
     try:
         return check(row, folder)
     except SmeltError as refusal:
-        return {"ok": False, "refusal": str(refusal)}
+        return {"ok": False, "refusal": str(refusal).replace(str(folder), "MODEL")}
     except Exception as error:  # a bug, which the table shows instead of hiding the other rows
         return {"ok": False, "bug": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 

@@ -52,8 +52,9 @@ class TestModels:
         sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
         config = transformers.GPTNeoXConfig(**sizes, vocab_size=99, max_position_embeddings=128)
         transformers.GPTNeoXForCausalLM(config).save_pretrained(broken)
-        commands = ("inspect", "plan", "compress")  # the others need no anatomy
-        self.refused_everywhere(str(broken), "gpt_neox", place, smelt_here, tmp_path, commands)
+        fields = json.loads((broken / "config.json").read_text())
+        (broken / "config.json").write_text(json.dumps({**fields, "model_type": "gpt_neoxx"}))
+        self.refused_everywhere(str(broken), "the model_type 'gpt_neoxx'", place, smelt_here, tmp_path)
 
     def test_a_single_file(self, broken: Path, place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
         file = broken / "pytorch_model.bin"

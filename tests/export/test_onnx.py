@@ -120,5 +120,5 @@ def test_a_language_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smelt.export.onnx, "PACKAGES", ("onnx_of_another_world",))
-    with pytest.raises(FormatError, match=r"needs onnx_of_another_world.*smelt\[onnx\]"):
+    with pytest.raises(FormatError, match=r"needs onnx_of_another_world.*smeltml\[onnx\]"):
         export(Model(encoder(**SMALL)), "onnx", tmp_path / "out")

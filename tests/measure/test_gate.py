@@ -195,4 +195,4 @@ def test_margins_that_do_not_fit(texts: list[str], metric: str, words: str) -> N
 def test_a_margin_in_the_wrong_unit_is_refused() -> None:
     with pytest.raises(ConfigError, match="written in %"):
         gate(*texts(0.0), POINT)
-    assert set(METRICS) == {"accuracy", "f1", "matthews", "spearman", "pearson"}  # all in points
+    assert set(METRICS) == {"accuracy", "f1", "matthews", "spearman", "pearson", "wer"}  # all in points

@@ -42,7 +42,7 @@ _UNTRIED = {
     *("xlm-roberta", "camembert", "ernie", "hunyuan_v1_dense", "cwm", "ministral3", "mt5", "umt5", "mbart", "marian"),
     *("pegasus", "hubert", "dinov2_with_registers", "convnextv2", "glm4_moe_lite", "dots1", "falcon_mamba"),
     *("clip_text_model", "clip_vision_model", "siglip_text_model", "siglip_vision_model", "qwen2_vl_text"),
-    *("qwen3_vl_text",),
+    *("qwen3_vl_text", "cifar_resnet"),
 }
 
 

@@ -128,7 +128,7 @@ def test_what_cannot_be_quantized_is_refused() -> None:
     scheme = {"weight": "int8"}
     with pytest.raises(ModelError, match="pads with reflect"):
         prepare_quantized_layers(network, {"0": scheme}, "smelt.json")
-    with pytest.raises(ModelError, match="1 is not a linear layer or convolution"):
+    with pytest.raises(ModelError, match="1 is not a linear layer, convolution or embedding"):
         prepare_quantized_layers(network, {"1": scheme}, "smelt.json")
     with pytest.raises(ModelError, match="no rotated inputs"):
         prepare_quantized_layers(nn.Sequential(nn.Conv2d(3, 4, 3)), {"0": {**scheme, "hadamard": True}}, "smelt.json")

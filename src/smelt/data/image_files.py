@@ -22,7 +22,7 @@ from smelt.data.files import Row, column_names, column_values
 from smelt.data.images import ImageData, load_images
 from smelt.data.labeled import as_labels
 from smelt.data.limits import MAX_RECORD_BYTES, check_regular_file, list_names
-from smelt.errors import DataError
+from smelt.errors import DataError, install_command
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 IMAGE_COLUMNS = ("image", "img", "path", "file", "filename")
@@ -194,5 +194,5 @@ def _pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise DataError("images need one more package: pip install 'smelt[images]'.") from error
+        raise DataError(f"images need one more package: {install_command('images')}.") from error
     return Image

@@ -19,7 +19,7 @@ from scipy.signal import resample_poly
 from smelt.data.files import Row, column_names, column_values, text_column
 from smelt.data.image_files import encoded_source, read_encoded
 from smelt.data.limits import list_names
-from smelt.errors import DataError
+from smelt.errors import DataError, install_command
 
 AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".mp3")
 AUDIO_COLUMNS = ("audio", "path", "file")
@@ -100,7 +100,7 @@ def _decode(content: bytes, where: str) -> tuple[np.ndarray, int]:
     try:
         import soundfile
     except (ImportError, OSError) as error:
-        raise DataError("recordings need one more package: pip install 'smelt[audio]'.") from error
+        raise DataError(f"recordings need one more package: {install_command('audio')}.") from error
     try:
         with soundfile.SoundFile(io.BytesIO(content)) as file:
             if file.frames * file.channels > MAX_SAMPLES or file.frames < 0:

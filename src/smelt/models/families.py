@@ -845,7 +845,7 @@ FAMILIES: tuple[Family, ...] = (
         residual="other",
         chain=False,
         feed_forward=FeedForwardPaths(input_projections=("pwconv1",), output="pwconv2"),
-        quirks=("depthwise convolutions, which stay as they are", "stages of different widths"),
+        quirks=("depthwise convolutions", "stages of different widths"),
     ),
     Family(
         name="resnet",
