@@ -1,8 +1,8 @@
 # The server in a container, on CPU or, with `--gpus all`, on an NVIDIA GPU:
 #
 #   docker build -t smelt .
-#   docker run --rm -p 127.0.0.1:8000:8000 -v "$PWD/small:/work/small:ro" smelt serve small --host 0.0.0.0
-#   docker run --rm --user "$(id -u)" -e HOME=/tmp -v "$PWD:/work" smelt compress smollm2-135m -r examples/prune-20.yaml -o small
+#   docker run --rm -p 127.0.0.1:8000:8000 -v "$PWD/small:/models/small:ro" smelt serve small --host 0.0.0.0
+#   docker run --rm --user "$(id -u)" -e HOME=/tmp -v "$PWD:/models" smelt compress smollm2-135m -r examples/prune-20.yaml -o small
 #
 # Not built by the tests.
 FROM python:3.12-slim
@@ -17,9 +17,9 @@ COPY pyproject.toml README.md LICENSE constraints.txt ./
 COPY src ./src
 RUN pip install --no-cache-dir --constraint constraints.txt '.[serve]'
 
-RUN useradd --create-home smelt && mkdir /work && chown smelt /work
+RUN useradd --create-home smelt && mkdir /models && chown smelt /models
 USER smelt
-WORKDIR /work
+WORKDIR /models
 EXPOSE 8000
 ENTRYPOINT ["smelt"]
 CMD ["--help"]

@@ -11,7 +11,7 @@ Images stay encoded until they are needed. Their size is read from their header 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -121,14 +121,18 @@ def images_from_rows(
 
 def has_images(rows: list[Row]) -> bool:
     """Return whether the first row of a table names or holds an image."""
-    first = rows[0]
-    for name in IMAGE_COLUMNS:
-        value = first.get(name)
-        if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
-            return _looks_like_image(value["bytes"])
-        if isinstance(value, bytes):
-            return _looks_like_image(value)
-        if isinstance(value, str) and Path(value).suffix.lower() in IMAGE_SUFFIXES:
+    return holds_media(rows[0], IMAGE_COLUMNS, IMAGE_SUFFIXES, _looks_like_image)
+
+
+def holds_media(
+    row: Row, columns: Sequence[str], suffixes: Collection[str], is_encoded: Callable[[bytes], bool]
+) -> bool:
+    """Return whether one of the columns has a path with one of the suffixes, or encoded bytes."""
+    for value in (row.get(name) for name in columns):
+        content = value.get("bytes") if isinstance(value, dict) else value
+        if isinstance(content, bytes):
+            return is_encoded(content)
+        if isinstance(content, str) and Path(content).suffix.lower() in suffixes:
             return True
     return False
 

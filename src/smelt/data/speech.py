@@ -17,7 +17,7 @@ import numpy as np
 from scipy.signal import resample_poly
 
 from smelt.data.files import Row, column_names, column_values, text_column
-from smelt.data.image_files import encoded_source, read_encoded
+from smelt.data.image_files import encoded_source, holds_media, read_encoded
 from smelt.data.limits import list_names
 from smelt.errors import DataError, install_command
 
@@ -79,16 +79,7 @@ def speech_from_rows(
 
 def has_speech(rows: list[Row]) -> bool:
     """Return whether the first row of a table names or holds a recording."""
-    first = rows[0]
-    for name in AUDIO_COLUMNS:
-        value = first.get(name)
-        if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
-            return _looks_like_audio(value["bytes"])
-        if isinstance(value, bytes):
-            return _looks_like_audio(value)
-        if isinstance(value, str) and Path(value).suffix.lower() in AUDIO_SUFFIXES:
-            return True
-    return False
+    return holds_media(rows[0], AUDIO_COLUMNS, AUDIO_SUFFIXES, _looks_like_audio)
 
 
 def _looks_like_audio(content: bytes) -> bool:

@@ -34,14 +34,14 @@ class AttentionPaths:
     fixed: str | None = None  # why no head can be removed
     removable: bool = True  # all heads can be removed; false: the owner does more than attend, so one must stay
     fixed_if: str | None = None  # `fixed` holds only if this config field is true
-    clip: str | None = None  # the config field with the clipping bound of queries, keys and values
+    clip: str | None = None  # the config field with the clipping bound of Q, K and V
     interface: bool = True  # transformers lets us replace its attention function; false: the module has its own
     # One layer computes the queries, key and value of a KV head as adjacent rows, KV head after KV head.
     interleaved: bool = False
 
     @property
     def fused(self) -> bool:
-        """Whether one module computes queries, keys and values."""
+        """Whether one module computes Q, K and V."""
         return self.queries == self.keys == self.values
 
 
@@ -253,7 +253,7 @@ FAMILIES: tuple[Family, ...] = (
             "self_attn", *("self_attn.qkv_proj",) * 3, output="self_attn.o_proj", fixed=_FUSED_QKV
         ),
         feed_forward=_FUSED_GATE_UP,
-        quirks=("one layer for queries, keys and values, and one for gate and up projection",),
+        quirks=("fused QKV and gate-up projections",),
     ),
     replace(
         _LLAMA,
@@ -381,7 +381,7 @@ FAMILIES: tuple[Family, ...] = (
         attention=replace(_LLAMA_ATTENTION, clip="clip_qkv"),
         norms=None,
         final_norm=None,
-        quirks=("norms without weights", "clipped queries, keys and values"),
+        quirks=("norms without weights", "clipped Q, K and V"),
     ),
     replace(
         _LLAMA,
@@ -466,7 +466,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
         feed_forward=FeedForwardPaths(input_projections=("mlp.dense_h_to_4h",), output="mlp.dense_4h_to_h"),
         config_names={"ffn_channels": "ffn_hidden_size"},
-        quirks=("one layer for queries, keys and values", _PARALLEL, "rotary embedding or ALiBi"),
+        quirks=("fused QKV projection", _PARALLEL, "rotary embedding or ALiBi"),
     ),
     Family(
         name="bloom",
@@ -484,7 +484,7 @@ FAMILIES: tuple[Family, ...] = (
             interface=False,
         ),
         feed_forward=FeedForwardPaths(input_projections=("mlp.dense_h_to_4h",), output="mlp.dense_4h_to_h"),
-        quirks=("ALiBi", "one layer for queries, keys and values"),
+        quirks=("ALiBi", "fused QKV projection"),
     ),
     Family(
         name="mpt",
@@ -495,7 +495,7 @@ FAMILIES: tuple[Family, ...] = (
         chain=None,
         attention=AttentionPaths("attn", *("attn.Wqkv",) * 3, output="attn.out_proj", fixed=_ALIBI, interface=False),
         feed_forward=FeedForwardPaths(input_projections=("ffn.up_proj",), output="ffn.down_proj"),
-        quirks=("ALiBi", "one layer for queries, keys and values"),
+        quirks=("ALiBi", "fused QKV projection"),
     ),
     Family(
         name="gpt-neox",
@@ -513,7 +513,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
         feed_forward=FeedForwardPaths(input_projections=("mlp.dense_h_to_4h",), output="mlp.dense_4h_to_h"),
         config_names=_PLAIN_NAMES,
-        quirks=("parallel blocks", "one layer for queries, keys and values", "partial rotary embedding"),
+        quirks=("parallel blocks", "fused QKV projection", "partial rotary embedding"),
     ),
     Family(
         name="gptj",
@@ -568,7 +568,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
         feed_forward=FeedForwardPaths(input_projections=("mlp.c_fc",), output="mlp.c_proj"),
         config_names={"ffn_channels": "n_inner"},
-        quirks=("one KV head", "one layer for queries, keys and values"),
+        quirks=("one KV head", "fused QKV projection"),
     ),
     Family(
         name="mamba",
@@ -664,7 +664,7 @@ FAMILIES: tuple[Family, ...] = (
         attention=AttentionPaths("attn", *("attn.Wqkv",) * 3, output="attn.Wo"),
         feed_forward=FeedForwardPaths(input_projections=("mlp.Wi",) * 2, output="mlp.Wo"),
         config_names=_PLAIN_NAMES,
-        quirks=("one layer for queries, keys and values, and one for gate and up projection", "local attention"),
+        quirks=("fused QKV and gate-up projections", "local attention"),
     ),
     replace(
         _LLAMA,
