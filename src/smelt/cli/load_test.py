@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -63,6 +64,8 @@ def run(
         LengthRange.parse(output_length), prompts, ignore_eos, temperature, warmups, timeout, _key(api_key_file), seed,
         parse_limits(slo or []),
     )  # fmt: skip
+    # asyncio turns Ctrl-C into a cancellation, which keeps the finished requests, only under Python's own handler.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with progress_bars() as progress:
         result = load_test(test, progress)
     content: dict[str, Any] = {
