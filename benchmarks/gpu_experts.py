@@ -27,7 +27,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from smelt.kernels.gpu import hopper
 from smelt.kernels.gpu.experts import Routing, combine, gather_rows, route
-from smelt.kernels.gpu.fused_ops import add_rms_norm, silu_and_mul, silu_and_mul_quantize
+from smelt.kernels.gpu.fused_ops import act_and_mul, act_and_mul_quantize, add_rms_norm
 from smelt.kernels.gpu.grouped import GroupedDense, GroupedLinear, choose_tile_size
 from smelt.kernels.gpu.hopper_grouped import GroupedHopper
 from smelt.kernels.gpu.nvrtc import compile_all
@@ -81,7 +81,7 @@ class Layer:
 
     def gate(self, gate_up: Tensor) -> Any:
         quant = self.output.quant
-        return silu_and_mul(gate_up) if quant is None else silu_and_mul_quantize(gate_up, quant)
+        return act_and_mul(gate_up) if quant is None else act_and_mul_quantize(gate_up, quant)
 
     def run(self, hidden: Tensor) -> None:
         """Run the mixture as `FusedExperts` does."""

@@ -67,6 +67,8 @@ class Architecture:
                     parameter.normal_(0, parameter.shape[-1] ** -0.5)
                 elif name.endswith("bias"):
                     parameter.normal_(0, 0.05)
+                else:  # norms, sinks: no two values are the same
+                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
         return network
 
     def save(self, folder: Path, seed: int = 0) -> PreTrainedModel:
@@ -104,6 +106,10 @@ def _plain(config: Any) -> dict[str, Any]:
 
 
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+_PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+_MULTIPLIERS = {
+    **{"embedding_multiplier": 2.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 3.0},
+}
 _LATENT = {
     **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
     **{"head_dim": 8, "num_key_value_heads": HEADS, "n_group": 1, "topk_group": 1},
@@ -128,7 +134,7 @@ DECODERS = (
     Architecture("gemma2", fields={"sliding_window": 16, "query_pre_attn_scalar": 16}),
     Architecture("gemma3_text", fields={**_WINDOWS, "query_pre_attn_scalar": 16}),
     Architecture("phi"),
-    Architecture("phi3", fields={"original_max_position_embeddings": CONTEXT}),
+    Architecture("phi3", fields={"original_max_position_embeddings": CONTEXT, "rope_parameters": _PARTIAL_ROPE}),
     Architecture("phimoe"),
     Architecture("gpt_oss", fields={**_WINDOWS, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
     Architecture("deepseek_v2", fields=_LATENT),
@@ -158,7 +164,8 @@ DECODERS = (
     ),
     *(Architecture(name) for name in ("glm", "glm4")),
     Architecture("glm4_moe", fields={"first_k_dense_replace": 1, "n_shared_experts": 1}),
-    *(Architecture(name) for name in ("granite", "granitemoe", "cohere")),
+    *(Architecture(name, fields=_MULTIPLIERS) for name in ("granite", "granitemoe")),
+    Architecture("cohere"),
     Architecture("cohere2", fields=_WINDOWS),
     *(Architecture(name) for name in ("olmo", "olmo2")),
     Architecture("olmo3", fields=_WINDOWS),

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from smelt.kernels.attention_metadata import AttentionMetadata, LayerKVPages
+from smelt.kernels.attention_metadata import AttentionMetadata, AttentionVariant, LayerKVPages
 from smelt.kernels.cpu import program as compiled
 from smelt.kernels.cpu.program import Program, attention, can_run
+from smelt.kernels.gated_activation import SILU, GatedActivation
 from smelt.kernels.kv_quant import KV_QUANT_DTYPES, KVQuantFormat
 from smelt.kernels.paged import paged_attention_reference
 from tests.kernels.instruction_sets import MACHINES, NEEDS_COMPILER, library_for
@@ -62,14 +63,14 @@ def test_norm_and_gate(dtype: torch.dtype, width: int, library: Any) -> None:
     hidden, residual = torch.randn(5, width), torch.randn(5, width).to(dtype)
     weight, y = torch.randn(width), torch.empty(5, width, dtype=dtype)
     gate_up, gated = (3 * torch.randn(5, 2 * width)).to(dtype), torch.empty(5, width, dtype=dtype)
-    total = hidden + residual.float()
+    total = hidden + 0.7 * residual.float()
     program = Program(library)
     program.add(
         compiled.ADD_RMS_NORM, x=hidden, other=residual, y=y, weight=weight, weight_type=weight.dtype, dtype=dtype,
-        width=width, epsilon=1e-5,
+        width=width, epsilon=1e-5, scale=0.7,
     )  # fmt: skip
     up = gate_up.view(-1)[width:]
-    program.add(compiled.SILU_AND_MUL, x=gate_up, other=up, y=gated, dtype=dtype, x_stride=2 * width, width=width)
+    program.act_and_mul(SILU, gate_up, up, 2 * width, gated, width)
     run(program, 5)
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
     assert torch.allclose(hidden, total, atol=1e-6)
@@ -79,18 +80,37 @@ def test_norm_and_gate(dtype: torch.dtype, width: int, library: Any) -> None:
     assert torch.allclose(gated.float(), torch.nn.functional.silu(wide[:, :width]) * wide[:, width:], **tolerance)
 
 
+@pytest.mark.parametrize("activation", [GatedActivation("gelu_tanh"), GatedActivation("swiglu_oai", 1.7, 2.0)])
+def test_activations(activation: GatedActivation, library: Any) -> None:
+    """Far beyond the limit as well, on both sides."""
+    gate, up = torch.linspace(-9, 9, 70).view(2, 35), torch.linspace(5, -5, 70).view(2, 35)
+    gate_up, gated = torch.cat([gate, up], dim=1), torch.empty(2, 35)
+    program = Program(library)
+    program.act_and_mul(activation, gate_up, gate_up.view(-1)[35:], 70, gated, 35)
+    run(program, 2)
+    assert torch.allclose(gated, activation(gate, up), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [8, 24, 64])
-def test_rope(dtype: torch.dtype, head_dim: int, library: Any) -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(8, 8), (24, 24), (64, 64), (64, 24), (48, 36)])
+def test_rope(dtype: torch.dtype, interleaved: bool, head_dim: int, rotary_dim: int, library: Any) -> None:
     """In place, in two heads of rows that are wider, at positions in any order."""
     torch.manual_seed(4)
     x, cosines, sines = torch.randn(5, 2 * head_dim + 7).to(dtype), *torch.randn(2, 30, head_dim)
+    cosines[:, rotary_dim:], sines[:, rotary_dim:] = 1, 0
     heads, positions = x[:, : 2 * head_dim].double().view(5, 2, head_dim), torch.tensor([17, 0, 29, 3, 3])
-    turned = torch.cat([-heads[..., head_dim // 2 :], heads[..., : head_dim // 2]], dim=-1)
+    turned, half = torch.zeros_like(heads), rotary_dim // 2
+    if interleaved:
+        first, second = slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)
+    else:
+        first, second = slice(half), slice(half, rotary_dim)
+    turned[..., first], turned[..., second] = -heads[..., second], heads[..., first]
     expected = heads * cosines[positions][:, None] + turned * sines[positions][:, None]
     rest, program = x[:, 2 * head_dim :].clone(), Program(library)
     operand = {"x": x, "y": x, "dtype": dtype, "x_stride": x.stride(0), "count": 2, "width": head_dim}
-    program.add(compiled.ROPE, **operand, weight=cosines, other=sines)
+    rotary = compiled.RotaryStruct(cosines.data_ptr(), sines.data_ptr(), rotary_dim, interleaved)
+    program.add(compiled.ROPE, **operand, params=rotary)
     run(program, 5, positions)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     assert torch.allclose(x[:, : 2 * head_dim].double().view(5, 2, head_dim), expected, rtol=tolerance, atol=tolerance)
@@ -115,9 +135,7 @@ def test_exponentials_far_from_zero(library: Any) -> None:
     x = torch.tensor([[-1e30, -100.0, -88.5, -87.0, -20.0, 20.0, 88.0, 1e30]])
     gate_up, gated = torch.cat([x, torch.ones_like(x)], dim=1), torch.empty_like(x)
     program = Program(library)
-    program.add(
-        compiled.SILU_AND_MUL, x=gate_up, other=gate_up.view(-1)[8:], y=gated, dtype=torch.float32, x_stride=16, width=8
-    )
+    program.act_and_mul(SILU, gate_up, gate_up.view(-1)[8:], 16, gated, 8)
     run(program, 1)
     assert torch.allclose(gated, torch.nn.functional.silu(x), rtol=1e-5, atol=1e-30)
 
@@ -133,6 +151,13 @@ def test_attention(dtype: torch.dtype, head_dim: int, window: int | None, librar
     metadata = AttentionMetadata(starts, lengths, tables, torch.zeros(9, dtype=torch.int64))
     actual = attention(library, queries, keys, values, metadata, 0.2, window)
     expected = paged_attention_reference(queries.float(), keys.float(), values.float(), metadata, 0.2, window)
+    assert torch.allclose(actual.float(), expected, atol=1e-5 if dtype == torch.float32 else 2e-2)
+    sinks = torch.linspace(-2, 6, 6)
+    actual = attention(library, queries, keys, values, metadata, 0.2, window, sinks=sinks)
+    variant = AttentionVariant(sinks=sinks)
+    expected = paged_attention_reference(
+        queries.float(), keys.float(), values.float(), metadata, 0.2, window, variant=variant
+    )
     assert torch.allclose(actual.float(), expected, atol=1e-5 if dtype == torch.float32 else 2e-2)
 
 

@@ -18,12 +18,12 @@ from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.kernels.gpu import launch
 from smelt.kernels.gpu.activations import RowQuant
 from smelt.kernels.gpu.fused_ops import (
+    act_and_mul,
+    act_and_mul_quantize,
     add_rms_norm,
     add_rms_norm_quantize,
     argmax_tokens,
     embed,
-    silu_and_mul,
-    silu_and_mul_quantize,
 )
 from smelt.kernels.gpu.paged import DecodeMetadata, num_splits, paged_decode, paged_prefill
 from smelt.kernels.gpu.rope import RotaryParams, rope_and_store_kv
@@ -313,7 +313,7 @@ def test_small_operations() -> None:
     )
     assert torch.allclose(on_gpu.cpu(), total)
     gate_up = torch.randn(3, 72)
-    actual = silu_and_mul(gate_up.to(DEVICE)).cpu()
+    actual = act_and_mul(gate_up.to(DEVICE)).cpu()
     assert torch.allclose(actual, torch.nn.functional.silu(gate_up[:, :36]) * gate_up[:, 36:], atol=1e-5)
 
 
@@ -333,10 +333,10 @@ def test_fused_quantization_equals_a_kernel_of_its_own(quant: RowQuant) -> None:
     gate_up[3, 7] = 1e4
     weight = torch.rand(200, device=DEVICE, dtype=HALF)
     normed = add_rms_norm_quantize(hidden.clone(), residual, weight, 1e-5, quant)
-    gated = silu_and_mul_quantize(gate_up, quant)
+    gated = act_and_mul_quantize(gate_up, quant)
     for fused, plain in (
         (normed, add_rms_norm(hidden.clone(), residual, weight, 1e-5)),
-        (gated, silu_and_mul(gate_up)),
+        (gated, act_and_mul(gate_up)),
     ):
         codes, scales = launch.quantize_rows(
             plain, quant.dtype, quant.amax_code, quant.scale_dtype, quant.static_scale, quant.clip_ratio

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from smelt.kernels.attention_metadata import AttentionMetadata, AttentionVariant
-from smelt.kernels.dispatch import CPU, GPU, has_triton, select_backend
+from smelt.kernels.dispatch import CPU, GPU, REFERENCE, has_triton, select_backend
 from smelt.kernels.kv_quant import KVQuantFormat
 
 MAX_HEAD_DIM, MAX_QUERIES_PER_KV_HEAD = 256, 16  # of the compiled CPU kernel
@@ -66,19 +66,20 @@ def paged_attention(
     queries: Tensor, key_pages: Tensor, value_pages: Tensor, metadata: AttentionMetadata, scale: float,
     window: int | None = None, kv_quant: KVQuantFormat | None = None, variant: AttentionVariant | None = None,
 ) -> Tensor:  # [tokens, heads, head_dim] -> the same shape  # fmt: skip
-    """Compute attention with the fastest backend; a variant has none but the reference."""
-    if variant is not None:
-        return paged_attention_reference(queries, key_pages, value_pages, metadata, scale, window, kv_quant, variant)
+    """Compute attention with the fastest backend; soft-capping and chunks have none but the reference."""
+    sinks = None if variant is None or variant.sinks is None else variant.sinks.float()
     backend = attention_backend(queries, key_pages, kv_quant)
+    if variant is not None and (variant.softcap is not None or variant.chunk is not None):
+        backend = REFERENCE
     if backend == CPU:
         from smelt.kernels.cpu.program import attention
 
-        return attention(_library(), queries, key_pages, value_pages, metadata, scale, window, kv_quant)
+        return attention(_library(), queries, key_pages, value_pages, metadata, scale, window, kv_quant, sinks)
     if backend == GPU:
         from smelt.kernels.gpu.paged import paged_prefill
 
-        return paged_prefill(queries, key_pages, value_pages, metadata, scale, window, kv_quant=kv_quant)
-    return paged_attention_reference(queries, key_pages, value_pages, metadata, scale, window, kv_quant)
+        return paged_prefill(queries, key_pages, value_pages, metadata, scale, window, kv_quant=kv_quant, sinks=sinks)
+    return paged_attention_reference(queries, key_pages, value_pages, metadata, scale, window, kv_quant, variant)
 
 
 @lru_cache(maxsize=1)

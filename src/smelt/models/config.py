@@ -77,7 +77,8 @@ _GENERATION_KEYS = {
 }
 
 
-COMPRESSED_TENSORS = "compressed-tensors"  # the `quant_method` of folders that vLLM and transformers read
+# The `quant_method` of folders that vLLM and transformers read, and of GPT-OSS as it is published.
+COMPRESSED_TENSORS, MXFP4 = "compressed-tensors", "mxfp4"
 
 
 @contextmanager
@@ -123,23 +124,25 @@ def hub_offline() -> Iterator[None]:
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """Read config.json of a folder in Hugging Face format, without its compressed-tensors `quantization_config`."""
+    """Read config.json of a folder in Hugging Face format, without a `quantization_config` that Smelt reads."""
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} has no config.json; a model folder in Hugging Face format is expected.")
     values = read_object(folder / "config.json")
-    if _uses_compressed_tensors(values):
+    if _quant_method(values) in (COMPRESSED_TENSORS, MXFP4):
         del values["quantization_config"]
     return config_from(values, str(folder / "config.json"))
 
 
-def is_compressed_tensors(folder: Path) -> bool:
-    """Return whether a folder's config declares compressed-tensors weights."""
-    return (folder / "config.json").is_file() and _uses_compressed_tensors(read_object(folder / "config.json"))
+def quant_method(folder: Path) -> str | None:
+    """Return the `quant_method` that a folder's config declares, if any."""
+    file = folder / "config.json"
+    return _quant_method(read_object(file)) if file.is_file() else None
 
 
-def _uses_compressed_tensors(values: dict[str, Any]) -> bool:
+def _quant_method(values: dict[str, Any]) -> str | None:
     quantization = values.get("quantization_config")
-    return isinstance(quantization, dict) and quantization.get("quant_method") == COMPRESSED_TENSORS
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    return method if isinstance(method, str) else None
 
 
 def config_from(values: dict[str, Any], where: str) -> PreTrainedConfig:

@@ -228,11 +228,20 @@ FAMILIES: tuple[Family, ...] = (
     replace(
         _LLAMA,
         name="gemma2",
-        model_types=("gemma2", "gemma3_text"),
+        model_types=("gemma2",),
         residual="other",
         norms=None,
         final_norm=None,
-        quirks=(_OFFSET_NORMS, _POST_NORMS, _WINDOWS, "Gemma 2: soft-capped logits; Gemma 3: Q/K norms per head"),
+        quirks=(_OFFSET_NORMS, _POST_NORMS, _WINDOWS, "soft-capped logits"),
+    ),
+    replace(
+        _LLAMA,
+        name="gemma3",
+        model_types=("gemma3_text",),
+        residual="other",
+        norms=None,
+        final_norm=None,
+        quirks=(_OFFSET_NORMS, _POST_NORMS, _WINDOWS, "Q/K norms per head", "RoPE differs by type of layer"),
     ),
     replace(
         _LLAMA,

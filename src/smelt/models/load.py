@@ -16,13 +16,14 @@ from smelt.errors import ModelError, ResourceError
 from smelt.models.artifact import load_artifact, shaped_network
 from smelt.models.bundled import BUNDLED, bundled_gguf, ensure_bundled
 from smelt.models.compressed_tensors import compressed_skeleton, load_compressed
-from smelt.models.config import is_compressed_tensors, read_config, read_generation_config
+from smelt.models.config import COMPRESSED_TENSORS, MXFP4, quant_method, read_config, read_generation_config
 from smelt.models.feature_extractor import load_feature_extractor
 from smelt.models.gguf import GgufFile, gguf_config, gguf_packed, gguf_shapes, gguf_tensors, gguf_tokenizer, read_gguf
 from smelt.models.image_processor import FILE as IMAGE_PROCESSOR_FILE
 from smelt.models.image_processor import ImageProcessor
 from smelt.models.json_file import one_line
 from smelt.models.model import Model
+from smelt.models.mxfp4 import load_mxfp4, mxfp4_skeleton
 from smelt.models.network import empty_network, fill_network, matching_network, parameters_on_meta
 from smelt.models.quantized import QuantizationScheme, QuantizedLinear, replace_module
 from smelt.models.tokenizer import TOKENIZER_FILES, load_tokenizer
@@ -30,6 +31,8 @@ from smelt.models.weights import float_dtype, read_headers, read_safetensors, we
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_SUFFIXES = {".gguf", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json", ".yaml"}
+_SKELETONS = {COMPRESSED_TENSORS: compressed_skeleton, MXFP4: mxfp4_skeleton}  # by quant_method
+_LOADERS = {COMPRESSED_TENSORS: load_compressed, MXFP4: load_mxfp4}
 _FROM_HUB = [
     IMAGE_PROCESSOR_FILE,
     *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
@@ -76,8 +79,8 @@ def skeleton(spec: str | Path) -> PreTrainedModel:
     path = resolve(spec, config_only=True)
     if _is_artifact(path):
         return shaped_network(path).to("meta")
-    if is_compressed_tensors(path):
-        return compressed_skeleton(path)
+    if (method := quant_method(path)) in _SKELETONS:
+        return _SKELETONS[method](path)
     return empty_network(load_config(path), str(spec))
 
 
@@ -143,8 +146,8 @@ def _check_device(device: str) -> None:
 
 
 def _load_folder(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    if is_compressed_tensors(folder):
-        packed = load_compressed(folder, dtype)
+    if (method := quant_method(folder)) in _LOADERS:
+        packed = _LOADERS[method](folder, dtype)
         return packed, load_tokenizer(folder, packed.config)
     config = read_config(folder)
     headers = read_headers(folder)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,6 +17,7 @@ from smelt.kernels.cpu.build import load_library
 from smelt.kernels.cpu.kernels import FloatLinear, Int8Linear
 from smelt.kernels.cpu.plan import DTYPE_CODES, make_linear_plan
 from smelt.kernels.cpu.program import Program
+from smelt.kernels.gated_activation import GatedActivation
 from smelt.kernels.kv_quant import KVQuantFormat
 from smelt.kernels.linear import select_kernel
 from smelt.kernels.paged import MAX_HEAD_DIM, MAX_QUERIES_PER_KV_HEAD
@@ -59,8 +62,8 @@ def unsupported_reason(model: Model, kv_cache_dtype: str | None = None) -> str |
     if (reason := decoder.unsupported_reason(model)) is not None:
         return reason
     for part in model.anatomy.parts:
-        if part.mixture is not None:
-            return "mixtures of experts are not compiled"
+        if part.clipped:
+            return "its Q, K and V are clipped"
         if part.kind == "heads" and (part.head_dim > MAX_HEAD_DIM or part.heads_per_unit > MAX_QUERIES_PER_KV_HEAD):
             return "its head_dim is too large"
         if (
@@ -101,19 +104,25 @@ class _LinearBuilder:
         self.program = Program(load_library())
         self._buffers: dict[str, Tensor] = {}
 
-    def linears(self, layers: Sequence[nn.Module], x: Tensor) -> tuple[list[Tensor], list[int]]:
-        """Apply layers that share an input; return their outputs and the stride between tokens of each."""
-        sizes = [_out_features(layer) for layer in layers]
-        merged = merge_linears(layers)
+    def linears(
+        self, layers: Sequence[nn.Module], x: Tensor, sizes: Sequence[int] = ()
+    ) -> tuple[list[Tensor], list[int]]:
+        """Apply layers that share an input; return their outputs and the stride between tokens of each.
+
+        `sizes` are the widths of the outputs, if one layer has several.
+        """
+        widths = [_out_features(layer) for layer in layers]
+        merged = layers[0] if len(layers) == 1 else merge_linears(layers)
         if merged is None:
-            outputs = [self._buffer(f"separate {index} of {len(layers)}", size) for index, size in enumerate(sizes)]
+            outputs = [self._buffer(f"separate {index} of {len(layers)}", size) for index, size in enumerate(widths)]
             for layer, y in zip(layers, outputs, strict=True):
                 self._linear(layer, x, y)
-            return outputs, sizes
-        output = self._buffer(f"merged {len(layers)}", sum(sizes))
+            return outputs, widths
+        output = self._buffer(f"merged {len(layers)}", sum(widths))
         self._linear(merged, x, output)
-        offsets = [sum(sizes[:index]) for index in range(len(sizes))]
-        return [output.view(-1)[offset:] for offset in offsets], [sum(sizes)] * len(sizes)
+        offsets = itertools.accumulate([0, *(sizes or widths)[:-1]])
+        outputs = [output.view(-1)[offset:] for offset in offsets]
+        return outputs, [sum(widths)] * len(outputs)
 
     def _linear(self, layer: nn.Module, x: Tensor, y: Tensor, count: int = 0) -> None:
         bias: Tensor | None = layer.bias  # type: ignore[assignment]
@@ -129,9 +138,15 @@ class _LinearBuilder:
 
     def _buffer(self, name: str, width: int) -> Tensor:
         """Return a buffer [max_num_batched_tokens, width] by name; layers reuse it."""
+        return self._typed_buffer(name, width, self.dtype)
+
+    def _float_buffer(self, name: str, width: int) -> Tensor:
+        return self._typed_buffer(name, width, torch.float32)
+
+    def _typed_buffer(self, name: str, width: int, dtype: torch.dtype) -> Tensor:
         key = f"{name} {width}"
         if key not in self._buffers:
-            self._buffers[key] = torch.empty(self.max_num_batched_tokens, width, dtype=self.dtype)
+            self._buffers[key] = torch.empty(self.max_num_batched_tokens, width, dtype=dtype)
         return self._buffers[key]
 
 
@@ -148,16 +163,26 @@ class _ProgramBuilder(_LinearBuilder):
         """Return the program and its logits buffer."""
         embedding, width = self.decoder.embedding, self.decoder.hidden_size
         hidden = torch.empty(self.max_num_batched_tokens, width)
-        self.program.add(compiled.EMBED, weight=embedding, weight_type=embedding.dtype, y=hidden, width=width)
-        residual: Tensor | None = None  # output of the previous part, not yet added to hidden
+        self.program.add(
+            compiled.EMBED, weight=embedding, weight_type=embedding.dtype, y=hidden, width=width,
+            scale=self.decoder.embedding_scale,
+        )  # fmt: skip
+        residual: _Residual | None = None  # output of the previous part, not yet added to hidden
         for part in self.decoder.parts:
-            assert not isinstance(part, MixtureOfExperts)  # see unsupported_reason
             normed = self._buffer("normed", width)
             self._norm(part.norm, hidden, residual, normed)
+            if isinstance(part, MixtureOfExperts):
+                self._experts(part, normed, hidden)
+                residual = None
+                continue
             inner = self._attention(part, normed) if isinstance(part, Attention) else self._feed_forward(part, normed)
-            residual = self._buffer("residual", width)
-            self._linear(part.output, inner, residual)
-        self._norm(self.decoder.final_norm, hidden, residual, None)
+            output = self._buffer("residual", width)
+            self._linear(part.output, inner, output)
+            if part.post_norm is not None:
+                self._norm_in_place(part.post_norm, output, width, 1, width)
+            residual = _Residual(output, part.residual_scale)
+        if residual is not None:
+            self._norm(None, hidden, residual, None)
         return self.program, self._lm_head(hidden)
 
     def _lm_head(self, hidden: Tensor) -> Tensor:
@@ -175,34 +200,51 @@ class _ProgramBuilder(_LinearBuilder):
         """Return the dtype of the head's inputs: a packed kernel has float32 outputs only for float32 inputs."""
         return torch.float32 if isinstance(self.decoder.lm_head, QuantizedLinear) else self.dtype
 
-    def _norm(self, norm: Norm, hidden: Tensor, residual: Tensor | None, y: Tensor | None, count: int = 0) -> None:
+    def _norm(
+        self, norm: Norm | None, hidden: Tensor, residual: _Residual | None, y: Tensor | None, count: int = 0
+    ) -> None:
         """Add the previous part's output to hidden in place, then norm the sum into y, if there is one."""
+        added = {} if residual is None else {"other": residual.output, "scale": residual.scale}
         self.program.add(
-            compiled.ADD_RMS_NORM, x=hidden, other=residual, y=y, weight=norm.weight, weight_type=norm.weight.dtype,
-            dtype=self.dtype if y is None else y.dtype, width=hidden.shape[1], epsilon=norm.epsilon, count=count,
+            compiled.ADD_RMS_NORM, x=hidden, y=y, dtype=self.dtype if y is None else y.dtype, width=hidden.shape[1],
+            count=count, **added, **_norm_fields(norm),
+        )  # fmt: skip
+
+    def _norm_in_place(self, norm: Norm, x: Tensor, stride: int, count: int, width: int) -> None:
+        """Normalize `count` groups of `width` values of each token."""
+        self.program.add(
+            compiled.RMS_NORM, x=x, y=x, dtype=self.dtype, x_stride=stride, count=count, width=width,
+            **_norm_fields(norm),
         )  # fmt: skip
 
     def _attention(self, part: Attention, normed: Tensor) -> Tensor:
-        (queries, keys, values), strides = self.linears(part.qkv_projections, normed)
+        (queries, keys, values), strides = self.linears(part.input_projections, normed, part.input_sizes)
         pages = self.cache.layer(part.layer)
-        for tensor, stride, count, norm in (
+        rotary = compiled.RotaryStruct(
+            part.rotary.cosines.data_ptr(), part.rotary.sines.data_ptr(), part.rotary.rotary_dim,
+            part.rotary.interleaved,
+        )  # fmt: skip
+        self.program.keep_alive(part.rotary)
+        for tensor, stride, heads, norm in (
             (queries, strides[0], part.num_heads, part.query_norm),
             (keys, strides[1], part.num_kv_heads, part.key_norm),
         ):
-            operand = {"x": tensor, "y": tensor, "dtype": self.dtype, "x_stride": stride, "count": count}
             if norm is not None:
-                weight = {"weight": norm.weight, "weight_type": norm.weight.dtype, "epsilon": norm.epsilon}
-                self.program.add(compiled.QK_NORM, **operand, **weight, width=part.head_dim)
-            rope = {"weight": self.decoder.cosines, "other": self.decoder.sines}
-            self.program.add(compiled.ROPE, **operand, **rope, width=part.head_dim)
+                count = 1 if part.joint_norms else heads
+                self._norm_in_place(norm, tensor, stride, count, heads * part.head_dim // count)
+            self.program.add(
+                compiled.ROPE, params=rotary, x=tensor, y=tensor, dtype=self.dtype, x_stride=stride, count=heads,
+                width=part.head_dim,
+            )  # fmt: skip
         rotated = pages.kv_quant is not None and pages.kv_quant.hadamard
         counts = (part.num_heads, part.num_kv_heads, part.num_kv_heads)
         for tensor, stride, count in zip((queries, keys, values), strides, counts, strict=True) if rotated else ():
             self._hadamard(tensor, stride, count, part.head_dim)
         y = self._buffer("attention", part.num_heads * part.head_dim)
         attention = self.program.attention(
-            queries, strides[0], pages, y, heads=part.num_heads, scale=part.scale, window=part.window
-        )
+            queries, strides[0], pages, y, heads=part.num_heads, scale=part.scale, window=part.window,
+            sinks=part.sinks,
+        )  # fmt: skip
         for tensor, stride, page in ((keys, strides[1], pages.keys), (values, strides[2], pages.values)):
             self.program.add(
                 compiled.STORE_KV, x=tensor, dtype=self.dtype, x_stride=stride, y=page, weight_type=attention.page_type,
@@ -218,18 +260,48 @@ class _ProgramBuilder(_LinearBuilder):
         self.program.add(compiled.HADAMARD, x=x, y=x, dtype=self.dtype, x_stride=stride, count=heads, width=head_dim)
 
     def _feed_forward(self, part: FeedForward, normed: Tensor) -> Tensor:
-        (gate, up), strides = self.linears((part.gate, part.up), normed)
-        y = self._buffer("gated", part.intermediate_size)
-        self.program.add(
-            compiled.SILU_AND_MUL,
-            x=gate,
-            other=up,
-            y=y,
-            dtype=self.dtype,
-            x_stride=strides[0],
-            width=part.intermediate_size,
-        )
+        return self._gated(part.input_projections, normed, part.activation, part.input_sizes)
+
+    def _gated(
+        self, layers: Sequence[nn.Module], x: Tensor, activation: GatedActivation, sizes: tuple[int, int]
+    ) -> Tensor:
+        (gate, up), strides = self.linears(layers, x, sizes)
+        y = self._buffer("gated", sizes[0])
+        self.program.act_and_mul(activation, gate, up, strides[0], y, sizes[0])
         return y
+
+    def _experts(self, part: MixtureOfExperts, normed: Tensor, hidden: Tensor) -> None:
+        """Add the outputs of the experts to hidden."""
+        width = hidden.shape[1]
+        logits = self._float_buffer("router logits", len(part.experts))
+        self.program.dense(part.router, part.router_bias, normed, logits)
+        inputs, outputs = self._buffer("expert inputs", width), self._buffer("expert outputs", width)
+        operations = []
+        for expert in part.experts:
+            with self.program.collect() as collected:
+                channels = _out_features(expert.gate)
+                inner = self._gated((expert.gate, expert.up), inputs, part.activation, (channels, channels))
+                self._linear(expert.output, inner, outputs)
+            operations.append(collected)
+        fields = {
+            "top_k": part.top_k, "normalize": part.normalize, "router_logits": logits, "inputs": inputs,
+            "outputs": outputs,
+        }  # fmt: skip
+        self.program.experts(operations, fields, x=normed, y=hidden, dtype=self.dtype, width=width)
+
+
+@dataclass(frozen=True)
+class _Residual:
+    """An output to be added to the hidden states."""
+
+    output: Tensor
+    scale: float
+
+
+def _norm_fields(norm: Norm | None) -> dict[str, Any]:
+    if norm is None:
+        return {}
+    return {"weight": norm.weight, "weight_type": norm.weight.dtype, "epsilon": norm.epsilon}
 
 
 def linear_program(groups: Sequence[Sequence[nn.Module]], tokens: int, dtype: torch.dtype) -> Callable[[], None]:

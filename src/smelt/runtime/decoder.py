@@ -7,20 +7,56 @@ runs eagerly.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from smelt.kernels.gated_activation import SILU, GatedActivation
 from smelt.models.anatomy import Block, Part
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear
 from smelt.numerics.format import PER_TENSOR
 
-# pre-RMSNorm, half-split RoPE, SiLU gates, or experts with SiLU gates; nothing else
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmoe")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those that do not depend on the sequence length
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")  # not: those that change while a sequence grows
+_ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GatedActivation("gelu_tanh")}
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How decoders of a model type differ from Llama's. Paths of norms start at a block: attention, feed-forward."""
+
+    pre_norms: tuple[str, str] | None = ("input_layernorm", "post_attention_layernorm")
+    post_norms: tuple[str, str] | None = None  # of what is added to the residual stream
+    offset_norms: bool = False  # norm weights are stored minus one
+    interleaved_rope: bool = False  # RoPE rotates neighbors, not halves
+    config_window: bool = False  # all layers have the sliding window of the config
+    float32_routing: bool = False  # the weights of experts are not rounded to the model's dtype
+    clamped_experts: bool = False  # experts have the clamped activation of GPT-OSS
+
+
+_LLAMA = _Layout()
+_LAYOUTS = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3_moe", "olmoe", "granite", "seed_oss", "ministral"), _LLAMA),
+    **dict.fromkeys(("mistral", "phi3"), _Layout(config_window=True)),
+    "mixtral": _Layout(config_window=True, float32_routing=True),
+    "gemma": _Layout(offset_norms=True),
+    "gemma3_text": _Layout(
+        pre_norms=("input_layernorm", "pre_feedforward_layernorm"),
+        post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+        offset_norms=True,
+    ),
+    **dict.fromkeys(
+        ("olmo2", "olmo3"),
+        _Layout(pre_norms=None, post_norms=("post_attention_layernorm", "post_feedforward_layernorm")),
+    ),
+    **dict.fromkeys(("glm", "ernie4_5", "helium"), _Layout(interleaved_rope=True)),
+    "glm4": _Layout(post_norms=("post_self_attn_layernorm", "post_mlp_layernorm"), interleaved_rope=True),
+    "gpt_oss": _Layout(clamped_experts=True),
+}
+FAMILIES = tuple(_LAYOUTS)
 
 
 @dataclass(frozen=True)
@@ -29,42 +65,65 @@ class Norm:
     epsilon: float
 
     @classmethod
-    def from_module(cls, module: Any) -> Norm:
-        return cls(module.weight.detach(), float(module.variance_epsilon))
+    def from_module(cls, module: Any, *, offset: bool = False) -> Norm:
+        """Read an RMSNorm; `offset`: its weight is stored minus one."""
+        weight = module.weight.detach()
+        epsilon = getattr(module, "variance_epsilon", None)
+        return cls(weight.float() + 1.0 if offset else weight, float(module.eps if epsilon is None else epsilon))
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """RoPE of the first `rotary_dim` values of a head: value i and i + rotary_dim / 2 are a pair, or neighbors if
+    `interleaved`. The tables have cos 1 and sin 0 for the values behind."""
+
+    cosines: Tensor  # [positions, head_dim], float32
+    sines: Tensor
+    rotary_dim: int
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
 class Attention:
     layer: int  # in the KV cache
-    norm: Norm
-    qkv_projections: tuple[nn.Module, nn.Module, nn.Module]
+    norm: Norm | None
+    input_projections: tuple[nn.Module, ...]  # of Q, K and V, or one layer with all of them
     output: nn.Module
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
     window: int | None
+    rotary: Rotary
     query_norm: Norm | None = None  # per head, or of all heads together if `joint_norms`
     key_norm: Norm | None = None
     joint_norms: bool = False
     clip: float | None = None  # bound of Q, K and V, after their norms
+    sinks: Tensor | None = None  # [num_heads], float32: a score of each head that has no value
+    post_norm: Norm | None = None
+    residual_scale: float = 1.0
 
     @property
-    def input_projections(self) -> tuple[nn.Module, ...]:
-        return self.qkv_projections
+    def input_sizes(self) -> tuple[int, int, int]:
+        """The widths of Q, K and V."""
+        kv_width = self.num_kv_heads * self.head_dim
+        return self.num_heads * self.head_dim, kv_width, kv_width
 
 
 @dataclass(frozen=True)
 class FeedForward:
-    norm: Norm
-    gate: nn.Module
-    up: nn.Module
+    norm: Norm | None
+    input_projections: tuple[nn.Module, ...]  # gate and up, or one layer with both
     output: nn.Module
     intermediate_size: int
+    activation: GatedActivation = SILU
+    post_norm: Norm | None = None
+    residual_scale: float = 1.0
 
     @property
-    def input_projections(self) -> tuple[nn.Module, ...]:
-        return self.gate, self.up
+    def input_sizes(self) -> tuple[int, int]:
+        """The widths of gate and up."""
+        return self.intermediate_size, self.intermediate_size
 
 
 @dataclass(frozen=True)
@@ -80,22 +139,23 @@ class MixtureOfExperts:
 
     norm: Norm
     router: Tensor  # [experts, hidden size]
+    router_bias: Tensor | None
     top_k: int
     normalize: bool  # the weights of a token add up to 1
     weight_dtype: torch.dtype
     experts: tuple[ExpertLayers, ...]
+    activation: GatedActivation = SILU
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """`parts` in execution order; `cosines` and `sines` are the RoPE tables of all positions."""
+    """`parts` in execution order."""
 
     embedding: Tensor  # [vocabulary, hidden size]
+    embedding_scale: float
     parts: tuple[Attention | FeedForward | MixtureOfExperts, ...]
     final_norm: Norm
     lm_head: nn.Module
-    cosines: Tensor  # [positions, head_dim], float32
-    sines: Tensor
 
     @property
     def hidden_size(self) -> int:
@@ -104,37 +164,48 @@ class Decoder:
 
 def unsupported_reason(model: Model) -> str | None:
     """Return why a network does not have this structure, or None if it has."""
-    config = model.network.config
-    if config.model_type not in FAMILIES or config.hidden_act not in ("silu", "swish"):
+    config: Any = model.network.config
+    if config.model_type not in _LAYOUTS:
         return f"{config.model_type} is not among {', '.join(FAMILIES)}"
-    if model.network.model.rotary_emb.rope_type not in ROPE_TYPES:
+    if _activation_name(config) not in _ACTIVATIONS:
+        return f"its activation is {_activation_name(config)}"
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if getattr(config, name, None):
+            return f"its config sets {name}"
+    rope_types = model.network.model.rotary_emb.rope_type
+    if not set(rope_types.values() if isinstance(rope_types, dict) else [rope_types]) <= set(ROPE_TYPES):
         return "its RoPE depends on the sequence length"
     if any(not part.units for part in model.anatomy.parts):
         return "a layer lost all of its heads or channels"
     return None
 
 
+def has_sinks(model: Model) -> bool:
+    """Return whether attention has a sink for each head."""
+    return any(getattr(part.owner, "sinks", None) is not None for part in model.anatomy.parts)
+
+
 def build_decoder(model: Model, max_model_len: int) -> Decoder:
     """Return the structure of a supported network, with RoPE tables for `max_model_len` positions."""
     network: Any = model.network
-    anatomy = model.anatomy
-    assert anatomy.final_norm is not None
-    positions = torch.arange(max_model_len, device=model.device)[None]
-    cosines, sines = network.model.rotary_emb(torch.zeros(1, device=model.device), positions)
+    config, embedding = network.config, network.get_input_embeddings()
+    scale = float(getattr(embedding, "embed_scale", 1.0)) * float(getattr(config, "embedding_multiplier", 1.0))
+    final_norm = Norm.from_module(network.model.norm, offset=_LAYOUTS[config.model_type].offset_norms)
+    if (logits_scaling := float(getattr(config, "logits_scaling", 1.0))) != 1.0:  # the LM head is linear
+        final_norm = replace(final_norm, weight=final_norm.weight.float() / logits_scaling)
     return Decoder(
-        embedding=network.get_input_embeddings().weight.detach(),
-        parts=_build_parts(model),
-        final_norm=Norm.from_module(anatomy.final_norm),
+        embedding=embedding.weight.detach(),
+        embedding_scale=scale,
+        parts=_build_parts(model, max_model_len),
+        final_norm=final_norm,
         lm_head=network.get_output_embeddings(),
-        cosines=cosines[0].float().contiguous(),
-        sines=sines[0].float().contiguous(),
     )
 
 
 def linear_groups(model: Model) -> list[tuple[nn.Module, ...]]:
     """Return the linear layers of a supported network but its LM head and experts; those that share an input are
     together."""
-    parts = [part for part in _build_parts(model) if not isinstance(part, MixtureOfExperts)]
+    parts = [part for part in _build_parts(model, 1) if not isinstance(part, MixtureOfExperts)]
     return [group for part in parts for group in (part.input_projections, (part.output,))]
 
 
@@ -144,63 +215,143 @@ def mixtures(model: Model) -> list[MixtureOfExperts]:
     return [mixture for mixture in mixtures if mixture is not None]
 
 
-def _build_parts(model: Model) -> tuple[Attention | FeedForward | MixtureOfExperts, ...]:
-    return tuple(part for block in model.anatomy.blocks for part in _build_block(model.network, block))
+def _build_parts(model: Model, max_model_len: int) -> tuple[Attention | FeedForward | MixtureOfExperts, ...]:
+    rotaries: dict[str | None, Rotary] = {}
+    return tuple(part for block in model.anatomy.blocks for part in _build_block(model, block, rotaries, max_model_len))
 
 
-def _build_block(network: Any, block: Block) -> Iterator[Attention | FeedForward | MixtureOfExperts]:
-    yield from (_build_part(network, part) for part in block.parts if part.mixture is None)
-    mixture = _build_mixture(network, block)
+def _build_block(
+    model: Model, block: Block, rotaries: dict[str | None, Rotary], max_model_len: int
+) -> Iterator[Attention | FeedForward | MixtureOfExperts]:
+    """Yield the parts of a block; `rotaries` has the RoPE tables by type of layer, as far as they are known."""
+    for part in (part for part in block.parts if part.mixture is None):
+        if part.kind == "ffn_channels":
+            yield _build_feed_forward(model.network, block, part)
+            continue
+        layer_type = _rope_layer_type(model.network, block)
+        if layer_type not in rotaries:
+            rotaries[layer_type] = _build_rotary(model, part.head_dim, layer_type, max_model_len)
+        yield _build_attention(model.network, block, part, rotaries[layer_type])
+    mixture = _build_mixture(model.network, block)
     if mixture is not None:
         yield mixture
+
+
+def _rope_layer_type(network: Any, block: Block) -> str | None:
+    """Return the type of a layer where RoPE differs by type, else None."""
+    by_type = isinstance(network.model.rotary_emb.rope_type, dict)
+    return str(network.config.layer_types[block.index]) if by_type else None
+
+
+def _build_rotary(model: Model, head_dim: int, layer_type: str | None, max_model_len: int) -> Rotary:
+    network: Any = model.network
+    positions = torch.arange(max_model_len, device=model.device)[None]
+    like = torch.zeros(1, device=model.device)
+    tables = network.model.rotary_emb(like, positions, *(() if layer_type is None else (layer_type,)))
+    frequencies = network.model.rotary_emb.get_buffer("inv_freq" if layer_type is None else f"{layer_type}_inv_freq")
+    interleaved, rotary_dim = _LAYOUTS[network.config.model_type].interleaved_rope, 2 * len(frequencies)
+    halves = [table[0, :, : len(frequencies)].float() for table in tables]  # the second half repeats the first
+    whole = [half.repeat_interleave(2, dim=1) if interleaved else torch.cat((half, half), dim=1) for half in halves]
+    cosines, sines = (
+        F.pad(table, (0, head_dim - rotary_dim), value=value) for table, value in zip(whole, (1.0, 0.0), strict=True)
+    )
+    return Rotary(cosines, sines, rotary_dim, interleaved)
+
+
+def _build_norms(network: Any, block: Block, index: int) -> dict[str, Norm | None]:
+    """Return the norms before and after the attention (0) or the feed-forward (1) of a block."""
+    layout = _LAYOUTS[network.config.model_type]
+    return {
+        name: None
+        if paths is None
+        else Norm.from_module(block.module.get_submodule(paths[index]), offset=layout.offset_norms)
+        for name, paths in (("norm", layout.pre_norms), ("post_norm", layout.post_norms))
+    }
 
 
 def _build_mixture(network: Any, block: Block) -> MixtureOfExperts | None:
     parts = [part for part in block.parts if part.mixture is not None]
     if not parts or parts[0].mixture is None:
         return None
-    router = parts[0].mixture.router
+    router, layout = parts[0].mixture.router, _LAYOUTS[network.config.model_type]
     experts = []
     for part in parts:
         up, gate = (projection.module for projection in part.input_projections)
         experts.append(ExpertLayers(gate, up, part.output.module))
-    is_mixtral = network.config.model_type == "mixtral"
+    bias = getattr(router, "bias", None)
+    norm = _build_norms(network, block, 1)["norm"]
+    assert norm is not None
+    config, activation = network.config, _activation(network.config)
+    if layout.clamped_experts:
+        activation = GatedActivation("swiglu_oai", float(config.swiglu_alpha), float(config.swiglu_limit))
     return MixtureOfExperts(
-        norm=Norm.from_module(parts[0].pre_norm),
+        norm=norm,
         router=router.weight.detach(),
+        router_bias=None if bias is None else bias.detach(),
         top_k=parts[0].mixture.top_k,
-        normalize=is_mixtral or bool(router.norm_topk_prob),
-        weight_dtype=torch.float32 if is_mixtral else router.weight.dtype,
+        normalize=bool(getattr(router, "norm_topk_prob", True)),
+        weight_dtype=torch.float32 if layout.float32_routing else router.weight.dtype,
         experts=tuple(experts),
+        activation=activation,
     )
 
 
-def _build_part(network: Any, part: Part) -> Attention | FeedForward:
-    modules = [projection.module for projection in part.input_projections]
-    output = part.output.module
-    norm = Norm.from_module(part.pre_norm)
-    if part.kind == "ffn_channels":
-        up, gate = modules
-        return FeedForward(norm, gate, up, output, part.units)
+def _activation_name(config: Any) -> str:
+    name = getattr(config, "hidden_activation", None)
+    return str(config.hidden_act if name is None else name)
+
+
+def _activation(config: Any) -> GatedActivation:
+    return _ACTIVATIONS[_activation_name(config)]
+
+
+def _residual_scale(network: Any) -> float:
+    return float(getattr(network.config, "residual_multiplier", 1.0))
+
+
+def _distinct_layers(part: Part) -> tuple[nn.Module, ...]:
+    """Return the input projections of a part; a fused layer once."""
+    return tuple({id(projection.module): projection.module for projection in part.input_projections}.values())
+
+
+def _build_feed_forward(network: Any, block: Block, part: Part) -> FeedForward:
+    layers = _distinct_layers(part)
+    return FeedForward(
+        input_projections=layers[::-1],  # of separate layers, up is the first
+        output=part.output.module,
+        intermediate_size=part.units,
+        activation=_activation(network.config),
+        residual_scale=_residual_scale(network),
+        **_build_norms(network, block, 1),
+    )
+
+
+def _build_attention(network: Any, block: Block, part: Part, rotary: Rotary) -> Attention:
     module: Any = part.owner
+    layout = _LAYOUTS[network.config.model_type]
     head_norms = [
-        None if (norm_module := getattr(module, name, None)) is None else Norm.from_module(norm_module)
+        None if (norm := getattr(module, name, None)) is None else Norm.from_module(norm, offset=layout.offset_norms)
         for name in ("q_norm", "k_norm")
     ]
+    sinks = getattr(module, "sinks", None)
+    window = network.config.sliding_window if layout.config_window else getattr(module, "sliding_window", None)
     return Attention(
         layer=part.block,
-        norm=norm,
-        qkv_projections=(modules[0], modules[1], modules[2]),
-        output=output,
+        input_projections=_distinct_layers(part),
+        output=part.output.module,
         num_heads=part.units * part.heads_per_unit,
         num_kv_heads=part.units,
         head_dim=part.head_dim,
         scale=float(module.scaling),
-        window=_sliding_window(network, module),
+        window=None if window is None else int(window),
+        rotary=rotary,
         query_norm=head_norms[0],
         key_norm=head_norms[1],
-        joint_norms=part.fixed is not None and head_norms[0] is not None,
+        joint_norms=head_norms[0] is not None and len(head_norms[0].weight) != part.head_dim,
         clip=_clip(network, part),
+        sinks=None if sinks is None else sinks.detach().float(),
+        residual_scale=_residual_scale(network),
+        **_build_norms(network, block, 0),
     )
 
 
@@ -208,14 +359,6 @@ def _clip(network: Any, part: Part) -> float | None:
     if not part.clipped or part.attention is None or part.attention.clip is None:
         return None
     return float(getattr(network.config, part.attention.clip))
-
-
-def _sliding_window(network: Any, attention: Any) -> int | None:
-    if network.config.model_type in ("mistral", "mixtral"):
-        window = network.config.sliding_window
-    else:
-        window = getattr(attention, "sliding_window", None)
-    return None if window is None else int(window)
 
 
 def merge_linears(layers: Sequence[nn.Module]) -> nn.Module | None:

@@ -16,14 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from smelt.kernels.dispatch import forced_backend
+from smelt.kernels.gated_activation import SILU, GatedActivation
 from smelt.kernels.gpu.activations import QuantizedRows, RowQuant
 from smelt.kernels.gpu.fused_ops import (
     MAX_QUANTIZED_WIDTH,
+    act_and_mul,
+    act_and_mul_quantize,
     add_rms_norm,
     add_rms_norm_quantize,
+    embed,
     norm_and_clip_qkv,
-    silu_and_mul,
-    silu_and_mul_quantize,
 )
 from smelt.kernels.gpu.hopper import ARCHITECTURE, GEMM_KERNEL
 from smelt.kernels.gpu.hopper import gemv as hopper_gemv
@@ -77,6 +79,12 @@ class FusedNetwork:
             sources |= layer.kernel_sources() if isinstance(layer, FusedExperts) else set()
         return sources
 
+    def embed(self, token_ids: Tensor, slots: Tensor, last_tokens: Tensor) -> Tensor:  # [tokens, width]
+        """Look up embeddings of tokens [tokens]; a negative id means the last token of its slot."""
+        hidden = embed(token_ids, slots, last_tokens, self.decoder.embedding)
+        scale = self.decoder.embedding_scale
+        return hidden if scale == 1.0 else hidden.mul_(scale)
+
     def hidden(
         self, hidden: Tensor, attend: Attend, tiles: LoraTiles | None = None, active: Tensor | None = None
     ) -> Tensor:  # [tokens, width] -> the same
@@ -95,9 +103,16 @@ class FusedNetwork:
             if isinstance(part, Attention):
                 y = attend(_norm_heads(first.norm_forward(hidden, residual, part.norm, tiles), part), part)
             else:
+                assert isinstance(part, FeedForward)
                 quant = None if second.is_adapted(tiles) else second.quant
-                y = first.norm_forward_gated(hidden, residual, part.norm, quant, tiles)
-            residual = second.forward_add(y, hidden, tiles)
+                y = first.norm_forward_gated(hidden, residual, part.norm, part.activation, quant, tiles)
+            if part.post_norm is not None:
+                norm = part.post_norm
+                residual = add_rms_norm(second.forward(y, tiles), None, norm.weight, norm.epsilon)
+            elif part.residual_scale != 1.0:
+                residual = second.forward(y, tiles).mul_(part.residual_scale)
+            else:
+                residual = second.forward_add(y, hidden, tiles)
         return hidden if residual is None else add_rms_norm(hidden, residual, None, 0.0)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -107,7 +122,8 @@ class FusedNetwork:
         norms, epsilon = None, 0.0
         if part.query_norm is not None and part.key_norm is not None and not part.joint_norms:
             norms, epsilon = (part.query_norm.weight, part.key_norm.weight), part.query_norm.epsilon
-        return RotaryParams(self.decoder.cosines, self.decoder.sines, norms, epsilon)
+        rotary = part.rotary
+        return RotaryParams(rotary.cosines, rotary.sines, norms, epsilon, rotary.rotary_dim, rotary.interleaved)
 
 
 def _fuse_part(
@@ -153,9 +169,11 @@ class FusedLinear:
         return self.lora is not None and tiles is not None
 
     def norm_forward(
-        self, hidden: Tensor, residual: Tensor | None, norm: Norm, tiles: LoraTiles | None = None
+        self, hidden: Tensor, residual: Tensor | None, norm: Norm | None, tiles: LoraTiles | None = None
     ) -> Tensor:
-        """Project the norm of hidden + residual; the sum replaces hidden in place."""
+        """Project the norm of hidden + residual, or the sum if there is no norm; the sum replaces hidden in place."""
+        if norm is None:
+            return self.forward(_add_residual(hidden, residual), tiles)
         if self.is_adapted(tiles):
             return self._adapted(add_rms_norm(hidden, residual, norm.weight, norm.epsilon), tiles)
         if self._fuses_norm(hidden, norm):
@@ -163,19 +181,17 @@ class FusedLinear:
         return self(self._norm(hidden, residual, norm))
 
     def norm_forward_gated(
-        self, hidden: Tensor, residual: Tensor | None, norm: Norm, quant: RowQuant | None,
-        tiles: LoraTiles | None = None,
+        self, hidden: Tensor, residual: Tensor | None, norm: Norm | None, activation: GatedActivation,
+        quant: RowQuant | None, tiles: LoraTiles | None = None,
     ) -> Tensor | QuantizedRows:  # fmt: skip
         """Do the same, then gate: the first half of the output columns gates the second; then quantize, if asked."""
-        if self.is_adapted(tiles):
-            gate_up = self.norm_forward(hidden, residual, norm, tiles)
-        elif self._fuses_norm(hidden, norm) and self._fuses_gate():
+        fuses = norm is not None and activation == SILU and self._fuses_norm(hidden, norm) and self._fuses_gate()
+        if norm is not None and fuses and not self.is_adapted(tiles):
             return self._gemv(_add_residual(hidden, residual), norm=norm.weight, epsilon=norm.epsilon, gated=True)
-        else:
-            gate_up = self(self._norm(hidden, residual, norm))
+        gate_up = self.norm_forward(hidden, residual, norm, tiles)
         if quant is not None and gate_up.shape[1] // 2 <= MAX_QUANTIZED_WIDTH:
-            return silu_and_mul_quantize(gate_up, quant)
-        return silu_and_mul(gate_up)
+            return act_and_mul_quantize(gate_up, quant, activation)
+        return act_and_mul(gate_up, activation)
 
     def _fuses_norm(self, hidden: Tensor, norm: Norm) -> bool:
         return self.fuses_gemv and len(hidden) == 1 and norm.weight.dtype == hidden.dtype
@@ -192,13 +208,17 @@ class FusedLinear:
 
     def forward_add(self, x: Tensor | QuantizedRows, hidden: Tensor, tiles: LoraTiles | None = None) -> Tensor | None:
         """Project x; return what is still to be added to hidden, or None if the kernel has added it."""
+        if not self.is_adapted(tiles) and self.fuses_gemv and len(x) == 1 and isinstance(x, Tensor):
+            self._gemv(x, residual=hidden)
+            return None
+        return self.forward(x, tiles)
+
+    def forward(self, x: Tensor | QuantizedRows, tiles: LoraTiles | None = None) -> Tensor:
+        """Project x."""
         if self.is_adapted(tiles):
             assert isinstance(x, Tensor)
             return self._adapted(x, tiles)
-        if self.fuses_gemv and len(x) == 1 and isinstance(x, Tensor):
-            self._gemv(x, residual=hidden)
-            return None
-        return self(x)
+        return self.project(x)
 
     def _adapted(self, x: Tensor, tiles: LoraTiles | None) -> Tensor:
         """Project x and add the deltas of the tokens' adapters."""

@@ -15,7 +15,7 @@ from smelt.kernels.dispatch import forced_backend
 from smelt.kernels.gpu import grouped, hopper_layout
 from smelt.kernels.gpu.activations import QuantizedRows
 from smelt.kernels.gpu.experts import Routing, combine, gather_rows, route
-from smelt.kernels.gpu.fused_ops import MAX_QUANTIZED_WIDTH, add_rms_norm, silu_and_mul, silu_and_mul_quantize
+from smelt.kernels.gpu.fused_ops import MAX_QUANTIZED_WIDTH, act_and_mul, act_and_mul_quantize, add_rms_norm
 from smelt.kernels.gpu.grouped import GroupedDense, GroupedLinear, GroupedPacked, choose_tile_size
 from smelt.kernels.gpu.hopper_grouped import GroupedHopper
 from smelt.kernels.gpu.hopper_linear import HopperLinear, layout_for
@@ -37,6 +37,8 @@ class FusedExperts:
         self.part, self.dtype = part, dtype
         self.gate_up = stack_linears([(expert.gate, expert.up) for expert in part.experts], dtype)
         self.output = stack_linears([(expert.output,) for expert in part.experts], dtype)
+        self._gate_up_bias = _stack_biases([(expert.gate, expert.up) for expert in part.experts], dtype)
+        self._output_bias = _stack_biases([(expert.output,) for expert in part.experts], dtype)
         sizes = set(self.gate_up.tile_sizes) & set(self.output.tile_sizes)
         self._tile_sizes = sorted(sizes)
 
@@ -46,12 +48,14 @@ class FusedExperts:
         routing = self.route(x, active)
         shared = len(x) == 1 and self.gate_up.quant is None
         inputs = x if shared else gather_rows(x, routing, self.gate_up.quant)
-        gate_up = self.gate_up(inputs, routing, shared=shared)
-        combine(self.output(self._gate(gate_up, routing), routing), routing, hidden)
+        gate_up = _add_bias(self.gate_up(inputs, routing, shared=shared), self._gate_up_bias, routing)
+        output = self.output(self._gate(gate_up, routing), routing)
+        combine(_add_bias(output, self._output_bias, routing), routing, hidden)
 
     def route(self, x: Tensor, active: Tensor | None) -> Routing:
         part = self.part
-        logits = fused_gemv(x, part.router) if len(x) == 1 else F.linear(x, part.router)
+        bias = part.router_bias
+        logits = fused_gemv(x, part.router, bias) if len(x) == 1 else F.linear(x, part.router, bias)
         return route(
             logits, part.top_k, normalize=part.normalize, weight_dtype=part.weight_dtype,
             tile_size=self.tile_size(len(x)), active=active,
@@ -62,9 +66,11 @@ class FusedExperts:
 
     def _gate(self, gate_up: Tensor, routing: Routing) -> Tensor | QuantizedRows:
         quant = self.output.quant
+        activation = self.part.activation
         if quant is None:
-            return silu_and_mul(gate_up)
-        return silu_and_mul_quantize(gate_up, quant, None if quant.static_scale is None else routing.row_experts)
+            return act_and_mul(gate_up, activation)
+        row_experts = None if quant.static_scale is None else routing.row_experts
+        return act_and_mul_quantize(gate_up, quant, activation, row_experts)
 
     def kernel_sources(self) -> set[str]:
         """Return the sources of the CUDA kernels of every number of tokens."""
@@ -95,8 +101,6 @@ def unsupported_reason(model: Model) -> str | None:
 def unstackable_reason(experts: Experts, dtype: torch.dtype) -> str | None:
     """Return why the layers of experts have no grouped kernel, or None if they have one."""
     layers: list[Any] = [layer for expert in experts for layer in expert]
-    if any(layer.bias is not None for layer in layers):
-        return "an expert has biases"
     if all(type(layer) is nn.Linear for layer in layers):
         return None
     first = layers[0]
@@ -169,6 +173,30 @@ def experts_graph(
 def _replay(graph: torch.cuda.CUDAGraph, *inputs: object) -> None:
     """Replay a graph; the caller's reference keeps its inputs alive."""
     graph.replay()
+
+
+def _stack_biases(experts: Experts, dtype: torch.dtype) -> Tensor | None:  # [experts + 1, rows]
+    """Stack the biases of experts, and zeros for padding; experts that lost channels are padded to the widest one."""
+    if all(layer.bias is None for expert in experts for layer in expert):
+        return None
+    widths = [max(_out_features(layer) for layer in part) for part in zip(*experts, strict=True)]
+    first: Any = next(layer.bias for expert in experts for layer in expert if layer.bias is not None)
+    stacked = torch.zeros(len(experts) + 1, sum(widths), dtype=dtype, device=first.device)
+    for row, expert in zip(stacked, experts, strict=False):
+        for layer, part in zip(expert, row.split(widths), strict=True):
+            bias: Any = layer.bias
+            if bias is not None:
+                part[: len(bias)] = bias.detach()
+    return stacked
+
+
+def _out_features(layer: Any) -> int:
+    return int(layer.out_features)
+
+
+def _add_bias(y: Tensor, biases: Tensor | None, routing: Routing) -> Tensor:
+    """Add the bias of each row's expert in place."""
+    return y if biases is None else y.add_(biases[routing.row_experts])
 
 
 def _static_scales(experts: Experts, inputs: ActivationQuant | None) -> ActivationQuant | None:

@@ -6,6 +6,9 @@ A program points into tensors and keeps them alive. Buffers are sized for the la
 from __future__ import annotations
 
 import ctypes
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,10 +17,12 @@ from torch import Tensor
 from smelt.kernels.attention_metadata import AttentionMetadata, LayerKVPages
 from smelt.kernels.cpu.operator import MAX_GEMV_TOKENS, MAX_INT8_GEMV_TOKENS
 from smelt.kernels.cpu.plan import DTYPE_CODES, FLOAT_INPUTS, LinearPlan
+from smelt.kernels.gated_activation import GatedActivation
 from smelt.kernels.kv_quant import FP8, INT3, INT4, INT8, KVQuantFormat
 
-EMBED, ADD_RMS_NORM, PACKED_LINEAR, DENSE_LINEAR, QK_NORM, ROPE = range(6)
-HADAMARD, STORE_KV, ATTENTION, SILU_AND_MUL, GATHER_ROWS = range(6, 11)
+EMBED, ADD_RMS_NORM, PACKED_LINEAR, DENSE_LINEAR, RMS_NORM, ROPE = range(6)
+HADAMARD, STORE_KV, ATTENTION, ACT_AND_MUL, GATHER_ROWS, EXPERTS = range(6, 12)
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2}
 ROW_TYPES = {INT8: 16, FP8: 17, INT4: 18, INT3: 19}  # page types of quantized rows
 LOGITS_TOKENS_ONLY = -1  # in `count`: the operation runs only on tokens that need logits
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -30,7 +35,19 @@ class Operation(ctypes.Structure):
         *((name, _pointer) for name in ("params", "x", "other", "weight", "y")),
         *((name, _long) for name in ("width", "x_stride", "count")),
         ("epsilon", _float),
+        ("scale", _float),
         ("weight_type", _int),
+    ]
+
+
+class RotaryStruct(ctypes.Structure):
+    _fields_ = [("cosines", _pointer), ("sines", _pointer), ("rotary_dim", _long), ("interleaved", _long)]
+
+
+class ExpertsStruct(ctypes.Structure):
+    _fields_ = [
+        *((name, _long) for name in ("count", "top_k", "normalize")),
+        *((name, _pointer) for name in ("first_operation", "operations", "router_logits", "inputs", "outputs")),
     ]
 
 
@@ -73,13 +90,14 @@ class AttentionStruct(ctypes.Structure):
         *((name, _pointer) for name in ("head_cluster", "head_column")),
         ("heads_per_page", _long),
         *((name, _long) for name in ("half_dim", "row_bytes")),
+        ("sinks", _pointer),
     ]
 
 
 def can_run(library: Any) -> bool:
     """Return whether the library supports programs on this machine, with the same struct layout."""
-    sizes = [library.smelt_program_sizes(index) for index in range(4)]
-    return sizes == [ctypes.sizeof(struct) for struct in (Operation, _Step, DenseMatrix, AttentionStruct)]
+    structs = (Operation, _Step, DenseMatrix, AttentionStruct, RotaryStruct, ExpertsStruct)
+    return all(library.smelt_program_sizes(index) == ctypes.sizeof(struct) for index, struct in enumerate(structs))
 
 
 class Program:
@@ -95,6 +113,36 @@ class Program:
         """Append an operation. Tensors and structures become pointers, torch dtypes their codes."""
         converted = {name: self._to_field(value) for name, value in fields.items()}
         self._operations.append(Operation(op_type=op_type, **converted))
+
+    @contextmanager
+    def collect(self) -> Iterator[list[Operation]]:
+        """Inside, append operations to a list of their own, for `experts`."""
+        outer, self._operations = self._operations, []
+        try:
+            yield self._operations
+        finally:
+            self._operations = outer
+
+    def experts(self, operations: list[list[Operation]], fields: dict[str, Any], **op_fields: Any) -> None:
+        """Append a mixture: the operations of each expert, and the other fields of `ExpertsStruct`."""
+        ends = itertools.accumulate((len(each) for each in operations), initial=0)
+        flat = [operation for each in operations for operation in each]
+        params = ExpertsStruct(
+            count=len(operations),
+            first_operation=self._to_field(torch.tensor(list(ends), dtype=torch.int64)),
+            operations=self._to_field((Operation * len(flat))(*flat)),
+            **{name: self._to_field(value) for name, value in fields.items()},
+        )
+        self.add(EXPERTS, params=params, **op_fields)
+
+    def act_and_mul(
+        self, activation: GatedActivation, gate: Tensor, up: Tensor, stride: int, y: Tensor, width: int
+    ) -> None:
+        """Append activation(gate) * up; gate and up have `stride` values from token to token."""
+        self.add(
+            ACT_AND_MUL, x=gate, other=up, y=y, dtype=y.dtype, x_stride=stride, width=width,
+            count=_ACTIVATIONS[activation.name], scale=activation.alpha, epsilon=activation.limit,
+        )  # fmt: skip
 
     def keep_alive(self, owner: Any) -> None:
         """Keep an object alive that operations point into."""
@@ -117,7 +165,7 @@ class Program:
 
     def attention(
         self, queries: Tensor, stride: int, pages: LayerKVPages, results: Tensor, *, heads: int, scale: float,
-        window: int | None,
+        window: int | None, sinks: Tensor | None = None,
     ) -> AttentionStruct:  # fmt: skip
         """Return the `params` of an attention operation, and of the operations that write to its pages."""
         _, block_size, _, head_dim = pages.keys.shape
@@ -128,6 +176,8 @@ class Program:
                 "head_column": self._to_field(pages.head_column),
             }
             page_fields |= {"heads_per_page": pages.heads_per_page}
+        if sinks is not None:
+            page_fields["sinks"] = self._to_field(sinks)
         return AttentionStruct(
             heads=heads, kv_heads=pages.num_kv_heads,
             head_dim=head_dim if pages.kv_quant is None else pages.kv_quant.head_dim, block_size=block_size,
@@ -151,7 +201,7 @@ class Program:
         if isinstance(value, Tensor):
             self._alive.append(value)
             return value.data_ptr()
-        if isinstance(value, ctypes.Structure):
+        if isinstance(value, ctypes.Structure | ctypes.Array):
             self._alive.append(value)
             return ctypes.addressof(value)
         return DTYPE_CODES[value] if isinstance(value, torch.dtype) else value
@@ -159,7 +209,7 @@ class Program:
 
 def attention(
     library: Any, queries: Tensor, key_pages: Tensor, value_pages: Tensor, metadata: AttentionMetadata, scale: float,
-    window: int | None = None, kv_quant: KVQuantFormat | None = None,
+    window: int | None = None, kv_quant: KVQuantFormat | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute `smelt.kernels.paged.paged_attention_reference` with the compiled code."""
     tokens, heads, head_dim = queries.shape
@@ -170,7 +220,7 @@ def attention(
         query_stride=heads * head_dim,
         window=window or 0, scale=scale, dtype=DTYPE_CODES[queries.dtype], queries=queries.data_ptr(),
         key_pages=key_pages.data_ptr(), value_pages=value_pages.data_ptr(), results=results.data_ptr(),
-        **_page_fields(key_pages, kv_quant),
+        sinks=None if sinks is None else sinks.data_ptr(), **_page_fields(key_pages, kv_quant),
     )  # fmt: skip
     threads = torch.get_num_threads() if tokens * heads * metadata.max_seq_len > 1 << 12 else 1
     struct = _metadata_struct(metadata)

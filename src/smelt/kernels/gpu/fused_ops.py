@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from smelt.kernels.gated_activation import SILU, GatedActivation
 from smelt.kernels.gpu.activations import QuantizedRows, RowQuant, store_quantized
 from smelt.kernels.gpu.arch import PDL, UNALIGNED_ARGS
 
@@ -60,11 +61,11 @@ def embed_kernel(token_ids, slots, last_tokens, embeddings, result, width, BLOCK
 
 
 @triton.jit
-def silu_and_mul_kernel(  # type: ignore[no-untyped-def]
-    gate_up, result, scales, static_scale, row_experts, width, clip_ratio, AMAX_CODE: tl.constexpr,
-    SCALE_DTYPE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+def act_and_mul_kernel(  # type: ignore[no-untyped-def]
+    gate_up, result, scales, static_scale, row_experts, width, clip_ratio, alpha, limit, ACTIVATION: tl.constexpr,
+    AMAX_CODE: tl.constexpr, SCALE_DTYPE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute silu(gate) * up, concatenated in `gate_up`; quantize it if AMAX_CODE is not 0: then one token per
+    """Compute activation(gate) * up, concatenated in `gate_up`; quantize it if AMAX_CODE is not 0: then one token per
     program. With `row_experts`, static scales are per expert."""
     token, lane = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < width
@@ -73,7 +74,14 @@ def silu_and_mul_kernel(  # type: ignore[no-untyped-def]
         gdc_launch_dependents()
     gate = tl.load(gate_up + token * 2 * width + lane, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + token * 2 * width + width + lane, mask=inside, other=0.0).to(tl.float32)
-    activated = gate / (1.0 + tl.exp(-gate)) * up
+    z = gate  # the activation is gate * sigmoid(z)
+    if ACTIVATION == "gelu_tanh":  # 0.5 * (1 + tanh(u)) is sigmoid(2 * u)
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    elif ACTIVATION == "swiglu_oai":
+        gate = tl.minimum(gate, limit)
+        z = alpha * gate
+        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+    activated = gate / (1.0 + tl.exp(-z)) * up
     if AMAX_CODE > 0.0:
         rounded = activated.to(gate_up.dtype.element_ty).to(tl.float32)
         if row_experts is not None:
@@ -196,27 +204,29 @@ def norm_and_clip_qkv(
     )  # fmt: skip
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """Compute silu(gate) * up: [tokens, 2 * width] -> [tokens, width]."""
+def act_and_mul(gate_up: Tensor, activation: GatedActivation = SILU) -> Tensor:
+    """Compute activation(gate) * up: [tokens, 2 * width] -> [tokens, width]."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     result = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     tile = min(1024, triton.next_power_of_2(width))
-    silu_and_mul_kernel[(tokens, triton.cdiv(width, tile))](
-        gate_up, result, None, None, None, width, 1.0, **quant_constants(None), BLOCK=tile, PDL=PDL, num_warps=4,
-        launch_pdl=PDL,
+    act_and_mul_kernel[(tokens, triton.cdiv(width, tile))](
+        gate_up, result, None, None, None, width, 1.0, activation.alpha, activation.limit, ACTIVATION=activation.name,
+        **quant_constants(None), BLOCK=tile, PDL=PDL, num_warps=4, launch_pdl=PDL,
     )  # fmt: skip
     return result
 
 
-def silu_and_mul_quantize(gate_up: Tensor, quant: RowQuant, row_experts: Tensor | None = None) -> QuantizedRows:
-    """Compute silu(gate) * up: [tokens, 2 * width] -> [tokens, width], quantized by rows; width is at most
+def act_and_mul_quantize(
+    gate_up: Tensor, quant: RowQuant, activation: GatedActivation = SILU, row_experts: Tensor | None = None
+) -> QuantizedRows:
+    """Compute activation(gate) * up: [tokens, 2 * width] -> [tokens, width], quantized by rows; width is at most
     MAX_QUANTIZED_WIDTH. With the expert of each row, `row_experts`, there is a static scale for each expert."""
     width = gate_up.shape[1] // 2
     result, tile = QuantizedRows.empty(gate_up, width, quant), triton.next_power_of_2(width)
-    silu_and_mul_kernel[(len(gate_up), 1)](
+    act_and_mul_kernel[(len(gate_up), 1)](
         gate_up, result.codes, result.scales, quant.static_scale, row_experts, width, quant.clip_ratio,
-        **quant_constants(quant),
-        BLOCK=tile, PDL=PDL, num_warps=max(1, min(16, tile // 512)), launch_pdl=PDL,
+        activation.alpha, activation.limit, ACTIVATION=activation.name, **quant_constants(quant), BLOCK=tile, PDL=PDL,
+        num_warps=max(1, min(16, tile // 512)), launch_pdl=PDL,
     )  # fmt: skip
     return result
 

@@ -148,8 +148,14 @@ class FewTiles:
     splits: int  # blocks of a cluster, each with a part of the keys
 
 
-def supports_decode_few(qkv: Tensor, key_pages: Tensor, kv_quant: KVQuantFormat | None, max_seq_len: int) -> bool:
+def supports_decode_few(
+    qkv: Tensor, key_pages: Tensor, kv_quant: KVQuantFormat | None, max_seq_len: int, rotary: RotaryParams
+) -> bool:
     """Return whether `decode_few` computes, and is faster for, `qkv` [requests, ...] over such pages."""
+    if rotary.interleaved or 2 * rotary.half != key_pages.shape[3]:
+        return False
+    if rotary.qk_norms is not None and rotary.qk_norms[0].dtype != qkv.dtype:
+        return False
     fast = len(qkv) == 1 and max_seq_len <= SHORT_CONTEXT
     half = qkv.dtype == key_pages.dtype and _is_hopper_half(qkv)
     return fast and half and kv_quant is None and key_pages.shape[3] in (64, 128)

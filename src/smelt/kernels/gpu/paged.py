@@ -36,6 +36,7 @@ from smelt.kernels.gpu.rows import (
 from smelt.kernels.kv_quant import KVQuantFormat
 
 LOG2_E = 1.4426950408889634
+LOG2E = tl.constexpr(LOG2_E)  # for kernels
 BLOCK_N = 64  # keys per tile when decoding
 PREFILL_TILES = 64, 64, 4, 2  # queries and keys per tile, warps, stages
 LONG_TILES = 128, 128, 8, 2  # long prompts with long contexts
@@ -100,12 +101,12 @@ def attend_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED_ARGS)
 def decode_kernel(  # type: ignore[no-untyped-def]
-    qkv, cos, sin, query_norm, key_norm, key_pages, value_pages, block_tables, seq_len_offsets, head_cluster,
+    qkv, cos, sin, query_norm, key_norm, sinks, key_pages, value_pages, block_tables, seq_len_offsets, head_cluster,
     head_column, split_work, slots, seq_lens, output, partial_acc, softmax_stats, split_counter, scale, window, epsilon,
     stride, table_stride, cluster_stride, offset_stride, kv_heads, head_dim, BLOCK_SIZE: tl.constexpr,
     Q_PER_KV: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, HEADS_PER_PAGE: tl.constexpr, FORMAT: tl.constexpr,
-    ROW_BYTES: tl.constexpr, HALF_DIM: tl.constexpr, HADAMARD_STEPS: tl.constexpr,
+    ROW_BYTES: tl.constexpr, HALF_DIM: tl.constexpr, HADAMARD_STEPS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Decode one new token per request. A program handles one KV head and one split of its length; there are SPLITS of
     them, or where heads differ as many as `split_work` says. The first split also stores the key and value of the new
@@ -142,15 +143,18 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     source = qkv + request * stride
     query_offset = (head * Q_PER_KV + row)[:, None] * head_dim
     query = apply_rope(
-        source, query_offset, valid, query_norm, cos, sin, angle, lane[None, :], epsilon, head_dim, HALF, NORM
-    )
+        source, query_offset, valid, query_norm, cos, sin, angle, lane[None, :], epsilon, head_dim, HALF, NORM,
+        INTERLEAVED,
+    )  # fmt: skip
     query = hadamard_if(query, DTYPE, HADAMARD_STEPS)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     if (split == 0) & (kv_len > 0):
         key_offset = (kv_heads * Q_PER_KV + head) * head_dim
-        key = apply_rope(source, key_offset, in_head, key_norm, cos, sin, angle, lane, epsilon, head_dim, HALF, NORM)
+        key = apply_rope(
+            source, key_offset, in_head, key_norm, cos, sin, angle, lane, epsilon, head_dim, HALF, NORM, INTERLEAVED
+        )
         value = tl.load(source + key_offset + kv_heads * head_dim + lane, mask=in_head, other=0.0)
         new_row = key_rows(table, kv_len - 1, kv_len > 0, block_rows, token_rows, first_row, BLOCK_SIZE)
         key, value = hadamard_if(key, DTYPE, HADAMARD_STEPS), hadamard_if(value, DTYPE, HADAMARD_STEPS)
@@ -159,6 +163,13 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         m_i = tl.sum(query.to(tl.float32) * key[None, :], axis=1) * scale
         l_i = tl.full([BLOCK_M], 1.0, tl.float32)
         acc = acc + interleave(value[None, :] * scale_lift(FORMAT), FORMAT, HALF_DIM)
+        if sinks is not None:  # a key without a value
+            sink = tl.load(sinks + head * Q_PER_KV + row, mask=row < Q_PER_KV, other=0.0) * LOG2E
+            m_new = tl.maximum(m_i, sink)
+            l_i = tl.exp2(m_i - m_new)
+            acc = acc * l_i[:, None]
+            l_i += tl.exp2(sink - m_new)
+            m_i = m_new
     query = interleave(query, FORMAT, HALF_DIM)
     if SPLITS > 1:
         scores = tl.dot(query, tl.trans(first_keys), input_precision="ieee")
@@ -253,7 +264,7 @@ def attend_range(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED_ARGS)
 def prefill_kernel(  # type: ignore[no-untyped-def]
-    queries, key_pages, value_pages, block_tables, seq_len_offsets, head_cluster, head_column, slots, seq_lens,
+    queries, sinks, key_pages, value_pages, block_tables, seq_len_offsets, head_cluster, head_column, slots, seq_lens,
     cu_seqlens_q, tile_request, tile_first, output, scale, window, query_stride, table_stride, cluster_stride,
     offset_stride, kv_heads, head_dim, group, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr, HEADS_PER_PAGE: tl.constexpr, WINDOWED: tl.constexpr, FORMAT: tl.constexpr,
@@ -289,8 +300,12 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     head_offset = query_head * head_dim + lane[None, :]
     query = tl.load(queries + token.to(tl.int64)[:, None] * query_stride + head_offset, mask=valid, other=0.0)
     query = interleave(query, FORMAT, HALF_DIM)
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None:  # a key without a value, which every query sees
+        m_i = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + query_head) * LOG2E
+        l_i = tl.full([BLOCK_M], 1.0, tl.float32)
+    else:
+        m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     begin = tl.maximum(lowest - window + 1, 0) // BLOCK_N * BLOCK_N
     end = tl.minimum(lowest + BLOCK_M, kv_len)
@@ -360,12 +375,14 @@ class DecodeMetadata:
 def paged_decode(
     qkv: Tensor, key_pages: Tensor, value_pages: Tensor, metadata: DecodeMetadata, rotary: RotaryParams, scale: float,
     window: int | None = None, *, head_pages: ClusteredHeadPages | None = None, splits: int | None = None,
-    config: tuple[int, int, int] | None = None, kv_quant: KVQuantFormat | None = None,
+    config: tuple[int, int, int] | None = None, kv_quant: KVQuantFormat | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Apply RoPE to `qkv` [requests, (heads + 2 * kv heads) * head_dim], store keys and values, and attend.
 
-    Returns [requests, heads * head_dim]. `config`: keys per tile, warps, stages. With `head_pages` the cache is
-    [blocks * heads_per_page, block_size, 1, head_dim], and `splits` the largest number of splits in its work."""
+    `config`: keys per tile, warps, stages. `sinks` [heads], float32: a score of each head that has no value. With
+    `head_pages` the cache is [blocks * heads_per_page, block_size, 1, head_dim], and `splits` the largest number of
+    splits in its work. Returns [requests, heads * head_dim].
+    """
     requests = len(qkv)
     _, size, kv_heads, last = key_pages.shape
     head_dim = head_dim_of(kv_quant, last)
@@ -386,13 +403,14 @@ def paged_decode(
         softmax_stats = torch.empty(requests, heads, splits, 2, dtype=torch.float32, device=qkv.device)
     query_norm, key_norm = rotary.qk_norms or (rotary.cos, rotary.cos)
     decode_kernel[grid](
-        qkv, rotary.cos, rotary.sin, query_norm, key_norm, key_pages, value_pages, metadata.block_tables,
+        qkv, rotary.cos, rotary.sin, query_norm, key_norm, sinks, key_pages, value_pages, metadata.block_tables,
         *pointers(head_pages, metadata.block_tables), split_work, metadata.slots, metadata.seq_lens, output,
         partial_acc, softmax_stats, metadata.split_counters, scale * LOG2_E, window or NO_WINDOW, rotary.eps,
         qkv.stride(0), *strides(head_pages, metadata.block_tables), kv_heads, head_dim, BLOCK_SIZE=size, Q_PER_KV=group,
-        BLOCK_M=max(triton.next_power_of_2(group), 16), HEAD_DIM=padded, HALF=head_dim // 2, BLOCK_N=tile_keys,
+        BLOCK_M=max(triton.next_power_of_2(group), 16), HEAD_DIM=padded, HALF=rotary.half, BLOCK_N=tile_keys,
         SPLITS=splits, NORM=rotary.qk_norms is not None, PDL=PDL, HEADS_PER_PAGE=heads_per_page_of(head_pages),
-        **kernel_constants(kv_quant), num_warps=warps, num_stages=stages, launch_pdl=PDL,
+        **kernel_constants(kv_quant), INTERLEAVED=rotary.interleaved, num_warps=warps, num_stages=stages,
+        launch_pdl=PDL,
     )  # fmt: skip
     return output
 
@@ -400,14 +418,13 @@ def paged_decode(
 def paged_prefill(
     queries: Tensor, key_pages: Tensor, value_pages: Tensor, metadata: AttentionMetadata, scale: float,
     window: int | None = None, *, tiles: QueryTiles | None = None, head_pages: ClusteredHeadPages | None = None,
-    slots: Tensor | None = None,
-    kv_quant: KVQuantFormat | None = None,
+    slots: Tensor | None = None, kv_quant: KVQuantFormat | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend with many query tokens per request: [tokens, heads, head_dim] -> the same shape.
 
     `tiles` can be computed once for all layers. With `head_pages` the block tables are those of all slots, and `slots`
     [requests] is the row of each request. Queries are already rotated if the KV format is; the
-    output is not."""
+    output is not. `sinks` as for `paged_decode`."""
     tokens, heads, head_dim = queries.shape
     _, size, kv_heads, _ = key_pages.shape
     if head_pages is not None:
@@ -417,7 +434,7 @@ def paged_prefill(
     )
     output = torch.empty(tokens, heads, head_dim, dtype=queries.dtype, device=queries.device)
     prefill_kernel[(len(tiles.request_ids), heads)](
-        queries, key_pages, value_pages, metadata.block_tables, *pointers(head_pages, metadata.block_tables),
+        queries, sinks, key_pages, value_pages, metadata.block_tables, *pointers(head_pages, metadata.block_tables),
         metadata.cu_seqlens_q if slots is None else slots, metadata.seq_lens, metadata.cu_seqlens_q, tiles.request_ids,
         tiles.first_tokens, output, scale * LOG2_E, window or NO_WINDOW, queries.stride(0), *strides(head_pages,
         metadata.block_tables), kv_heads, head_dim, heads // kv_heads, BLOCK_SIZE=size, BLOCK_M=tiles.block_m,

@@ -43,9 +43,13 @@ class PrefillAttention:
 
     def __call__(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None,
-        kv_quant: KVQuantFormat | None,
+        kv_quant: KVQuantFormat | None, sinks: Tensor | None = None,
     ) -> Tensor:  # [tokens, heads, head_dim] -> the same shape  # fmt: skip
         metadata = self.metadata
+        if sinks is not None:
+            return paged_prefill(
+                queries, keys, values, metadata, scale, window, tiles=self.tiles, kv_quant=kv_quant, sinks=sinks
+            )
         if kv_quant is not None and self._dequantizes(queries, keys, kv_quant):
             assert self.pages is not None
             keys, values = dequantize_pages(keys, values, self.pages.blocks, kv_quant, queries.dtype)

@@ -28,11 +28,18 @@ HEADS_PER_PROGRAM = 8  # a power of two
 
 @triton.jit
 def apply_rope(  # type: ignore[no-untyped-def]
-    source, offset, inside, norm, cos, sin, angle, lane, epsilon, head_dim, HALF: tl.constexpr, NORM: tl.constexpr
-):
+    source, offset, inside, norm, cos, sin, angle, lane, epsilon, head_dim, HALF: tl.constexpr, NORM: tl.constexpr,
+    INTERLEAVED: tl.constexpr = False,
+):  # fmt: skip
     """Load heads at source + offset [..., HEAD_DIM], normalize them if NORM, and rotate by the angle of a position, in
-    float32. The other half of a head is loaded as well."""
-    partner = tl.where(lane < HALF, lane + HALF, lane - HALF)
+    float32. The partners of all values are loaded as well: neighbors if INTERLEAVED, else HALF apart. The sine of the
+    values that do not turn is 0."""
+    if INTERLEAVED:
+        first = lane % 2 == 0
+        partner = lane ^ 1
+    else:
+        first = lane < HALF
+        partner = tl.where(first, lane + HALF, lane - HALF)
     x = tl.load(source + offset + lane, mask=inside, other=0.0).to(tl.float32)
     partner_x = tl.load(source + offset + partner, mask=inside, other=0.0).to(tl.float32)
     in_head = lane < head_dim
@@ -42,7 +49,7 @@ def apply_rope(  # type: ignore[no-untyped-def]
         partner_x = partner_x * inv_rms * tl.load(norm + partner, mask=in_head, other=0.0).to(tl.float32)
     cos_row = tl.load(cos + angle * head_dim + lane, mask=in_head, other=0.0)
     sin_row = tl.load(sin + angle * head_dim + lane, mask=in_head, other=0.0)
-    return x * cos_row + tl.where(lane < HALF, -partner_x, partner_x) * sin_row
+    return x * cos_row + tl.where(first, -partner_x, partner_x) * sin_row
 
 
 @triton.jit
@@ -65,8 +72,8 @@ def rope_and_store_kv_kernel(  # type: ignore[no-untyped-def]
     seq_len_offsets, head_cluster, head_column, stride, table_stride, cluster_stride, offset_stride, heads, kv_heads,
     epsilon, head_dim, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS_PER_PAGE: tl.constexpr, FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr, HALF_DIM: tl.constexpr,
-    HADAMARD_STEPS: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr, KV_HEADS_PER_PROGRAM: tl.constexpr,
-    PDL: tl.constexpr,
+    HADAMARD_STEPS: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr,
+    KV_HEADS_PER_PROGRAM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Handle HEADS_PER_PROGRAM query heads, or KV_HEADS_PER_PROGRAM keys or values, of one token. In `qkv`
     [tokens, stride] query heads come first, then keys, then values, to which RoPE does not apply."""
@@ -82,7 +89,9 @@ def rope_and_store_kv_kernel(  # type: ignore[no-untyped-def]
         head = (part * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM))[:, None]
         inside = (head < heads) & (lane < head_dim)
         offset = head * head_dim
-        query = apply_rope(source, offset, inside, query_norm, cos, sin, angle, lane, epsilon, head_dim, HALF, NORM)
+        query = apply_rope(
+            source, offset, inside, query_norm, cos, sin, angle, lane, epsilon, head_dim, HALF, NORM, INTERLEAVED
+        )
         query = hadamard_if(query, queries.dtype.element_ty, HADAMARD_STEPS)
         tl.store(queries + (token * heads + head) * head_dim + lane, query, mask=inside)
         return
@@ -101,7 +110,9 @@ def rope_and_store_kv_kernel(  # type: ignore[no-untyped-def]
     written = in_range & (slot >= 0)
     if part < groups + kv_groups:
         offset = (heads + kv_head)[:, None] * head_dim
-        key = apply_rope(source, offset, inside, key_norm, cos, sin, angle, lane, epsilon, head_dim, HALF, NORM)
+        key = apply_rope(
+            source, offset, inside, key_norm, cos, sin, angle, lane, epsilon, head_dim, HALF, NORM, INTERLEAVED
+        )
         key = hadamard_if(key, qkv.dtype.element_ty, HADAMARD_STEPS)
         store_heads(key_pages, rows, key, written, lane, head_dim, HEAD_DIM, FORMAT, ROW_BYTES, HALF_DIM)
     else:
@@ -113,12 +124,22 @@ def rope_and_store_kv_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class RotaryParams:
-    """cos and sin of every position [positions, head_dim], and the weights of the Q/K norms."""
+    """cos and sin of every position [positions, head_dim], and the weights of the Q/K norms.
+
+    Only the first `rotary_dim` values of a head turn (None: all); behind them, cos is 1 and sin 0.
+    """
 
     cos: Tensor
     sin: Tensor
     qk_norms: tuple[Tensor, Tensor] | None = None  # weights of the query norm and the key norm
     eps: float = 0.0
+    rotary_dim: int | None = None
+    interleaved: bool = False  # neighbors turn together, not values half of rotary_dim apart
+
+    @property
+    def half(self) -> int:
+        """The distance of values that turn together."""
+        return (self.cos.shape[1] if self.rotary_dim is None else self.rotary_dim) // 2
 
 
 def rope_and_store_kv(
@@ -142,9 +163,9 @@ def rope_and_store_kv(
     rope_and_store_kv_kernel[(tokens, programs)](
         qkv, positions, slot_mapping, rotary.cos, rotary.sin, query_norm, key_norm, queries, key_pages, value_pages,
         block_tables, *pointers(head_pages, block_tables), qkv.stride(0), *strides(head_pages, block_tables), heads,
-        kv_heads, rotary.eps, head_dim, HEAD_DIM=padded_head_dim(kv_quant, head_dim), HALF=head_dim // 2,
+        kv_heads, rotary.eps, head_dim, HEAD_DIM=padded_head_dim(kv_quant, head_dim), HALF=rotary.half,
         NORM=rotary.qk_norms is not None, BLOCK_SIZE=size, HEADS_PER_PAGE=heads_per_page_of(head_pages),
-        **kernel_constants(kv_quant), HEADS_PER_PROGRAM=heads_per_program, KV_HEADS_PER_PROGRAM=kv_heads_per_program,
-        PDL=PDL, num_warps=1, launch_pdl=PDL,
+        **kernel_constants(kv_quant), INTERLEAVED=rotary.interleaved, HEADS_PER_PROGRAM=heads_per_program,
+        KV_HEADS_PER_PROGRAM=kv_heads_per_program, PDL=PDL, num_warps=1, launch_pdl=PDL,
     )  # fmt: skip
     return queries

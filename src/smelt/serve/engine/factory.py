@@ -147,6 +147,10 @@ def build(model: Model, config: EngineConfig, adapters: Adapters) -> tuple[Sched
     cache = config.kv_cache
     if (reason := unpaged_reason(model.anatomy)) is not None:
         return _build_own_cache(resolved, reason)
+    if decoder.has_sinks(model) and (cache.kv_token_cap or cache.page_selection or cache.kv_profile) is not None:
+        raise ModelError(
+            "this model has attention sinks, which need a complete KV cache; leave out eviction, selection and caps."
+        )
     if config.compiled and model.device.type == "cuda" and resolved.eager_reason is not None:
         log.warning("The network runs eagerly, which is slower than the fused path: %s.", resolved.eager_reason)
     if resolved.runs_fused:

@@ -158,7 +158,11 @@ class PagedGpuPages:
         def attend(qkv: Tensor, part: Attention) -> Tensor:
             keys, values, *_, kv_quant = self.cache.layer(part.layer)
             rope = network.rotary_params(part)
-            if hopper_attention.supports_decode_few(qkv, keys, kv_quant, max_seq_len):
+            if part.sinks is not None:
+                return paged_decode(
+                    qkv, keys, values, metadata, rope, part.scale, part.window, kv_quant=kv_quant, sinks=part.sinks
+                )
+            if hopper_attention.supports_decode_few(qkv, keys, kv_quant, max_seq_len, rope):
                 return hopper_attention.decode_few(qkv, keys, values, metadata, rope, part.scale, part.window)
             sizes = part.num_heads, part.num_kv_heads, self.block_size, max_seq_len
             if not hopper_attention.supports_decode(kv_quant, qkv, *sizes):
@@ -204,7 +208,7 @@ class PagedGpuPages:
             queries = rope_and_store_kv(
                 qkv, positions, slot_mapping, network.rotary_params(part), keys, values, kv_quant=kv_quant
             )
-            return prefill(queries, keys, values, part.scale, part.window, kv_quant).flatten(1)
+            return prefill(queries, keys, values, part.scale, part.window, kv_quant, part.sinks).flatten(1)
 
         return attend
 
@@ -245,7 +249,7 @@ class PagedGpuPages:
             keys, values, *_, kv_quant = self.cache.layer(part.layer)
             rope = network.rotary_params(part)
             queries = rope_and_store_kv(qkv, positions, slot_mapping, rope, keys, values, kv_quant=kv_quant)
-            return prefill(queries, keys, values, part.scale, part.window, kv_quant).flatten(1)
+            return prefill(queries, keys, values, part.scale, part.window, kv_quant, part.sinks).flatten(1)
 
         return attend
 

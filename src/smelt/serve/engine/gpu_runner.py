@@ -216,11 +216,11 @@ class GpuRunner:
     def _forward_decode(self, values: Tensor, size: int, bound: int) -> tuple[Tensor, Tensor]:
         """Run a decode step on the device, with sequences of at most `bound` tokens; return tokens [size] and logits
         [size, vocabulary]."""
-        from smelt.kernels.gpu.fused_ops import argmax_tokens, embed
+        from smelt.kernels.gpu.fused_ops import argmax_tokens
 
         slots, seq_lens, token_ids = values[: 3 * size].view(3, size)
         attend = self.pages.decode_attention(slots, seq_lens, self.network, bound)
-        embedded = embed(token_ids, slots, self._last_tokens, self.network.decoder.embedding)
+        embedded = self.network.embed(token_ids, slots, self._last_tokens)
         hidden = self.network.hidden(embedded, attend, _split_tiles(values[3 * size :], size), self._active(slots))
         logits = self.network.logits(hidden)
         return argmax_tokens(logits, slots, self._last_tokens), logits
@@ -265,12 +265,12 @@ class GpuRunner:
 
     def _forward_prefill(self, values: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Run a prefill step on the device; return tokens and logits of the rows, padded."""
-        from smelt.kernels.gpu.fused_ops import argmax_tokens, embed
+        from smelt.kernels.gpu.fused_ops import argmax_tokens
 
         inputs, rest = PrefillInputs.split(values, size)
         assert isinstance(self.pages, PagedGpuPages)
         attend = self.pages.prefill_attention(inputs, self.network)
-        embedded = embed(inputs.token_ids, inputs.slots, self._last_tokens, self.network.decoder.embedding)
+        embedded = self.network.embed(inputs.token_ids, inputs.slots, self._last_tokens)
         hidden = self.network.hidden(embedded, attend, _split_tiles(rest, size), self._active(inputs.slots))
         logits = self.network.logits(hidden[inputs.logits_rows])
         return argmax_tokens(logits, inputs.logits_slots, self._last_tokens), logits
@@ -281,12 +281,10 @@ class GpuRunner:
 
     def _run_mixed(self, chunks: list[ScheduledChunk], requests: list[Request]) -> SamplerOutput | None:
         """Run a step with prompt chunks, behind decode tokens if any."""
-        from smelt.kernels.gpu.fused_ops import embed
-
         token_ids, slots, positions = self._to_device(_build_token_inputs(chunks))
         rows = self._to_device(np.array(logits_indices(chunks), dtype=np.int64))
         tiles = _split_tiles(self._to_device(self._pack_tiles(chunks, len(slots))), len(slots))
-        embedded = embed(token_ids, slots, self._last_tokens, self.network.decoder.embedding)
+        embedded = self.network.embed(token_ids, slots, self._last_tokens)
         hidden = self.network.hidden(embedded, self._mixed_attention(chunks, slots, positions), tiles)
         if not requests:
             return None

@@ -30,6 +30,7 @@ struct Attention {
     const int64_t *head_cluster, *head_column;  // of each KV head, with per-cluster pages
     int64_t heads_per_page;                     // heads of a cluster; 0: pages of a layer
     int64_t half_dim, row_bytes;                // of quantized rows
+    const float* sinks;  // a score of each head without a value, or null
 
     RowShape rows() const { return {head_dim, half_dim, row_bytes}; }
 };
@@ -201,11 +202,17 @@ inline void load_queries(const Attention& a, const Job& job, int64_t token, floa
         }
 }
 
+// The sum of softmax weights relative to the max score, with that of the sink.
+inline float softmax_sum(const Partial& partial, float sink) {
+    return partial.sum + std::exp(sink - partial.max_score);
+}
+
 inline void store_results(const Attention& a, const Job& job, int64_t token, const Partial* partial) {
     const int64_t group = a.heads / a.kv_heads;
     for (int64_t row = 0; row < job.count * group; ++row) {
-        const int64_t offset = ((token + row / group) * a.heads + job.head * group + row % group) * a.head_dim;
-        const F32x16 inv_sum = broadcast(1.0f / partial[row].sum);
+        const int64_t head = job.head * group + row % group,
+                      offset = ((token + row / group) * a.heads + head) * a.head_dim;
+        const F32x16 inv_sum = broadcast(1.0f / softmax_sum(partial[row], a.sinks ? a.sinks[head] : -INFINITY));
         for (int64_t k = 0; k < a.head_dim; k += LANES)
             store_floats(
                 a.results, a.dtype, offset + k, load(partial[row].values + k) * inv_sum, a.head_dim - k);

@@ -1,6 +1,8 @@
 // Run a network as a list of operations over preallocated buffers: one call per step.
 //
 // The outputs of a token depend only on its own request, not on the rest of the batch.
+#include <algorithm>
+
 #include "attention.h"
 #include "dense_amx.h"
 
@@ -14,25 +16,45 @@ enum OpType : int32_t {
     ADD_RMS_NORM,
     PACKED_LINEAR,
     DENSE_LINEAR,
-    QK_NORM,
+    RMS_NORM,
     ROPE,
     HADAMARD,
     STORE_KV,
     ATTENTION,
-    SILU_AND_MUL,
+    ACT_AND_MUL,
     GATHER_ROWS,
+    EXPERTS,
 };
+
+enum Activation : int64_t { SILU, GELU_TANH, SWIGLU_OAI };  // see `smelt.kernels.gated_activation`
 
 // The meaning of fields depends on the op type; same layout as in `program.py`.
 struct Operation {
     OpType op_type;
     DType dtype;                     // of inputs or outputs, in 16 or 32 bits
-    const void *params, *x, *other;  // plan, matrix or attention; inputs
+    const void *params, *x, *other;  // plan, matrix, attention, RoPE tables or experts; inputs
     const void* weight;
     void* y;
-    int64_t width, x_stride, count;  // values per token; stride between tokens; heads, rows of a table, tokens
-    float epsilon;
+    int64_t width, x_stride, count;  // values per token; stride between tokens; heads, tokens, an activation
+    float epsilon, scale;
     DType weight_type;
+};
+
+// cos and sin of all positions, [positions, head_dim] each; pairs are neighbors if `interleaved`, else halves apart.
+struct Rotary {
+    const float *cosines, *sines;
+    int64_t rotary_dim, interleaved;
+};
+
+// The operations of expert i, from first_operation[i] to first_operation[i + 1], read `inputs` and end in `outputs`,
+// which both have rows for the tokens of one expert.
+struct Experts {
+    int64_t count, top_k, normalize;  // normalize: the weights of a token add up to 1
+    const int64_t* first_operation;
+    const Operation* operations;
+    const float* router_logits;  // [tokens, count]
+    void* inputs;
+    const void* outputs;
 };
 
 struct Step {
@@ -46,74 +68,99 @@ int threads_for(const Step& step, int64_t work) {
     return work < 1 << 15 ? 1 : step.threads;
 }
 
-// y = x / sqrt(mean(x^2) + epsilon) * weight
-void norm_row(const Operation& op, const float* x, void* y, int64_t offset) {
-    F32x16 squares = zero<float>();
+// y = x / sqrt(mean(x^2) + epsilon) * weight, or x without a weight; `values` loads x.
+template <class Load>
+void norm_row(const Operation& op, Load values, void* y, int64_t offset) {
+    F32x16 inv_rms = broadcast(1.0f);
+    if (op.weight) {
+        F32x16 squares = zero<float>();
+        for_blocks(op.width, [&](int64_t k, int64_t lanes) SMELT_INLINE {
+            const F32x16 x = values(k, lanes);
+            squares = mul_add(x, x, squares);
+        });
+        inv_rms = broadcast(1.0f / std::sqrt(reduce_add(squares) / op.width + op.epsilon));
+    }
     for_blocks(op.width, [&](int64_t k, int64_t lanes) SMELT_INLINE {
-        const F32x16 values = load_first(x + k, lanes);
-        squares = mul_add(values, values, squares);
-    });
-    const F32x16 inv_rms = broadcast(1.0f / std::sqrt(reduce_add(squares) / op.width + op.epsilon));
-    for_blocks(op.width, [&](int64_t k, int64_t lanes) SMELT_INLINE {
-        const F32x16 weight = load_floats(op.weight, op.weight_type, k, lanes);
-        store_floats(y, op.dtype, offset + k, load_first(x + k, lanes) * inv_rms * weight, lanes);
+        const F32x16 weight = op.weight ? load_floats(op.weight, op.weight_type, k, lanes) : broadcast(1.0f);
+        store_floats(y, op.dtype, offset + k, values(k, lanes) * inv_rms * weight, lanes);
     });
 }
 
 void embed(const Operation& op, const Step& step) {
     float* y = static_cast<float*>(op.y);
+    const F32x16 scale = broadcast(op.scale);
     for (int64_t token = 0; token < step.tokens; ++token)
         for_blocks(op.width, [&](int64_t k, int64_t lanes) SMELT_INLINE {
             const F32x16 values = load_floats(op.weight, op.weight_type, step.ids[token] * op.width + k, lanes);
-            store_first(values, y + token * op.width + k, lanes);
+            store_first(values * scale, y + token * op.width + k, lanes);
         });
 }
 
-// Add the output of a layer to the hidden states, then y = norm(hidden).
+// Add the scaled output of a layer to the hidden states, then y = norm(hidden).
 void add_rms_norm(const Operation& op, const Step& step, int64_t tokens) {
     float* hidden = const_cast<float*>(static_cast<const float*>(op.x));
+    const F32x16 scale = broadcast(op.scale);
 #pragma omp parallel for num_threads(threads_for(step, tokens * op.width)) schedule(static)
     for (int64_t token = 0; token < tokens; ++token) {
         float* row = hidden + token * op.width;
         if (op.other)
             for_blocks(op.width, [&](int64_t k, int64_t lanes) SMELT_INLINE {
                 const F32x16 residual = load_floats(op.other, op.dtype, token * op.width + k, lanes);
-                store_first(load_first(row + k, lanes) + residual, row + k, lanes);
+                store_first(mul_add(residual, scale, load_first(row + k, lanes)), row + k, lanes);
             });
-        if (op.y) norm_row(op, row, op.y, token * op.width);
+        if (op.y)
+            norm_row(
+                op, [&](int64_t k, int64_t lanes) SMELT_INLINE { return load_first(row + k, lanes); }, op.y,
+                token * op.width);
     }
 }
 
-// Normalize each head of queries or keys in place.
-void qk_norm(const Operation& op, const Step& step) {
+// Normalize `count` groups of `width` values of each token in place: heads, or all of its values.
+void rms_norm(const Operation& op, const Step& step) {
 #pragma omp parallel for num_threads(threads_for(step, step.tokens * op.count * op.width)) schedule(static)
     for (int64_t item = 0; item < step.tokens * op.count; ++item) {
-        alignas(64) float values[MAX_HEAD_DIM];
         const int64_t offset = item / op.count * op.x_stride + item % op.count * op.width;
-        for (int64_t k = 0; k < op.width; k += LANES)
-            store(load_floats(op.x, op.dtype, offset + k, op.width - k), values + k);
-        norm_row(op, values, op.y, offset);
+        norm_row(
+            op,
+            [&](int64_t k, int64_t lanes) SMELT_INLINE { return load_floats(op.x, op.dtype, offset + k, lanes); },
+            op.y, offset);
     }
 }
 
-// Apply RoPE in place. `weight` holds cos, then sin of all positions, [positions, width] each; `other` points to sin.
+void rotate_halves(const Operation& op, int64_t offset, int64_t half, const float* cosine, const float* sine) {
+    for_blocks(half, [&](int64_t k, int64_t lanes) SMELT_INLINE {
+        const F32x16 low = load_floats(op.x, op.dtype, offset + k, lanes),
+                     high = load_floats(op.x, op.dtype, offset + half + k, lanes);
+        const F32x16 new_low = low * load_first(cosine + k, lanes) - high * load_first(sine + k, lanes);
+        const F32x16 new_high = high * load_first(cosine + half + k, lanes) + low * load_first(sine + half + k, lanes);
+        store_floats(op.y, op.dtype, offset + k, new_low, lanes);
+        store_floats(op.y, op.dtype, offset + half + k, new_high, lanes);
+    });
+}
+
+void rotate_neighbors(const Operation& op, int64_t offset, int64_t half, const float* cosine, const float* sine) {
+    alignas(64) float x[MAX_HEAD_DIM];
+    for_blocks(2 * half, [&](int64_t k, int64_t lanes) SMELT_INLINE {
+        store(load_floats(op.x, op.dtype, offset + k, lanes), x + k);
+    });
+    for (int64_t k = 0; k < 2 * half; k += 2) {
+        const float even = x[k], odd = x[k + 1];
+        x[k] = even * cosine[k] - odd * sine[k], x[k + 1] = odd * cosine[k + 1] + even * sine[k + 1];
+    }
+    for_blocks(2 * half, [&](int64_t k, int64_t lanes) SMELT_INLINE {
+        store_floats(op.y, op.dtype, offset + k, load(x + k), lanes);
+    });
+}
+
+// Apply RoPE to the first `rotary_dim` values of each head in place.
 void apply_rope(const Operation& op, const Step& step) {
-    const float *cosines = static_cast<const float*>(op.weight), *sines = static_cast<const float*>(op.other);
-    const int64_t half = op.width / 2;
+    const Rotary& rotary = *static_cast<const Rotary*>(op.params);
+    const auto rotate = rotary.interleaved ? rotate_neighbors : rotate_halves;
 #pragma omp parallel for num_threads(threads_for(step, step.tokens * op.count * op.width)) schedule(static)
     for (int64_t item = 0; item < step.tokens * op.count; ++item) {
-        const int64_t token = item / op.count, offset = token * op.x_stride + item % op.count * op.width;
-        const float *cosine = cosines + step.positions[token] * op.width,
-                    *sine = sines + step.positions[token] * op.width;
-        for_blocks(half, [&](int64_t k, int64_t lanes) SMELT_INLINE {
-            const F32x16 low = load_floats(op.x, op.dtype, offset + k, lanes),
-                         high = load_floats(op.x, op.dtype, offset + half + k, lanes);
-            const F32x16 new_low = low * load_first(cosine + k, lanes) - high * load_first(sine + k, lanes);
-            const F32x16 new_high =
-                high * load_first(cosine + half + k, lanes) + low * load_first(sine + half + k, lanes);
-            store_floats(op.y, op.dtype, offset + k, new_low, lanes);
-            store_floats(op.y, op.dtype, offset + half + k, new_high, lanes);
-        });
+        const int64_t token = item / op.count, offset = token * op.x_stride + item % op.count * op.width,
+                      row = step.positions[token] * op.width;
+        rotate(op, offset, rotary.rotary_dim / 2, rotary.cosines + row, rotary.sines + row);
     }
 }
 
@@ -172,15 +219,32 @@ void hadamard(const Operation& op, const Step& step) {
     }
 }
 
-// y = silu(gate) * up, with gate and up concatenated.
-void silu_and_mul(const Operation& op, const Step& step) {
+// x * sigmoid(z) * up, where z depends on the activation.
+template <Activation Name>
+HWY_INLINE F32x16 activate(const Operation& op, F32x16 x, F32x16 up) {
+    F32x16 z = x;
+    if constexpr (Name == GELU_TANH) {  // 0.5 * (1 + tanh(u)) is sigmoid(2 * u)
+        const float two_sqrt_2_over_pi = 1.5957691216057308f;
+        z = mul_add(x * x * x, broadcast(0.044715f), x) * broadcast(two_sqrt_2_over_pi);
+    }
+    if constexpr (Name == SWIGLU_OAI) {
+        const F32x16 limit = broadcast(op.epsilon);
+        x = min(x, limit);
+        z = x * broadcast(op.scale);
+        up = min(max(up, zero<float>() - limit), limit) + broadcast(1.0f);
+    }
+    return x / (broadcast(1.0f) + exp(zero<float>() - z)) * up;
+}
+
+// y = activation(gate) * up, with gate and up concatenated; `epsilon` and `scale` are the limit and alpha of SWIGLU_OAI.
+template <Activation Name>
+void act_and_mul(const Operation& op, const Step& step) {
 #pragma omp parallel for num_threads(threads_for(step, 4 * step.tokens * op.width)) schedule(static)
     for (int64_t token = 0; token < step.tokens; ++token)
         for_blocks(op.width, [&](int64_t k, int64_t lanes) SMELT_INLINE {
-            const F32x16 x = load_floats(op.x, op.dtype, token * op.x_stride + k, lanes),
+            const F32x16 gate = load_floats(op.x, op.dtype, token * op.x_stride + k, lanes),
                          up = load_floats(op.other, op.dtype, token * op.x_stride + k, lanes);
-            const F32x16 denominator = broadcast(1.0f) + exp(zero<float>() - x);
-            store_floats(op.y, op.dtype, token * op.width + k, x / denominator * up, lanes);
+            store_floats(op.y, op.dtype, token * op.width + k, activate<Name>(op, gate, up), lanes);
         });
 }
 
@@ -190,6 +254,65 @@ void gather_rows(const Operation& op, const Step& step) {
     for (int64_t row = 0; row < step.num_logits; ++row)
         std::memcpy(
             static_cast<float*>(op.y) + row * op.width, x + step.rows[row] * op.width, op.width * sizeof(float));
+}
+
+struct Route {
+    int64_t token, expert;
+    float weight;
+};
+
+// Choose the experts of each token: softmax of the router's logits, then the largest.
+void route(const Experts& experts, int64_t tokens, std::vector<Route>& routes) {
+    std::vector<float> weights(experts.count);
+    for (int64_t token = 0; token < tokens; ++token) {
+        const float* logits = experts.router_logits + token * experts.count;
+        const float max_logit = *std::max_element(logits, logits + experts.count);
+        float sum = 0.0f, chosen_sum = 0.0f;
+        for (int64_t expert = 0; expert < experts.count; ++expert)
+            sum += weights[expert] = std::exp(logits[expert] - max_logit);
+        const size_t first = routes.size();
+        for (int64_t choice = 0; choice < experts.top_k; ++choice) {
+            const auto largest = std::max_element(weights.begin(), weights.end());
+            routes.push_back({token, largest - weights.begin(), *largest});
+            chosen_sum += *largest;
+            *largest = -1.0f;
+        }
+        for (size_t i = first; i < routes.size(); ++i) routes[i].weight /= experts.normalize ? chosen_sum : sum;
+    }
+    std::stable_sort(
+        routes.begin(), routes.end(), [](const Route& a, const Route& b) { return a.expert < b.expert; });
+}
+
+void run(const Operation& op, const Step& step);
+
+// Add the weighted outputs of each token's experts to the hidden states y.
+void run_experts(const Operation& op, const Step& step) {
+    const Experts& experts = *static_cast<const Experts*>(op.params);
+    static thread_local std::vector<Route> routes;
+    routes.clear();
+    route(experts, step.tokens, routes);
+    float* hidden = static_cast<float*>(op.y);
+    for (size_t first = 0, last; first < routes.size(); first = last) {
+        const int64_t expert = routes[first].expert;
+        for (last = first; last < routes.size() && routes[last].expert == expert;) ++last;
+        Step part = step;
+        part.tokens = last - first;
+        const Route* chosen = routes.data() + first;
+        for (int64_t row = 0; row < part.tokens; ++row)
+            for_blocks(op.width, [&](int64_t k, int64_t lanes) SMELT_INLINE {
+                const F32x16 x = load_floats(op.x, op.dtype, chosen[row].token * op.width + k, lanes);
+                store_floats(experts.inputs, op.dtype, row * op.width + k, x, lanes);
+            });
+        for (int64_t i = experts.first_operation[expert]; i < experts.first_operation[expert + 1]; ++i)
+            run(experts.operations[i], part);
+        for (int64_t row = 0; row < part.tokens; ++row) {
+            float* y = hidden + chosen[row].token * op.width;
+            for_blocks(op.width, [&](int64_t k, int64_t lanes) SMELT_INLINE {
+                const F32x16 output = load_floats(experts.outputs, op.dtype, row * op.width + k, lanes);
+                store_first(mul_add(output, broadcast(chosen[row].weight), load_first(y + k, lanes)), y + k, lanes);
+            });
+        }
+    }
 }
 
 void run(const Operation& op, const Step& step) {
@@ -211,7 +334,7 @@ void run(const Operation& op, const Step& step) {
 #endif
             return dense_product(*matrix, op.x, tokens, op.y, threads);
         }
-        case QK_NORM: return qk_norm(op, step);
+        case RMS_NORM: return rms_norm(op, step);
         case ROPE: return apply_rope(op, step);
         case HADAMARD: return hadamard(op, step);
         case STORE_KV: return store_kv(op, step);
@@ -222,8 +345,12 @@ void run(const Operation& op, const Step& step) {
                 keys += step.metadata.seq_lens[request];
             return attend(*attention, step.metadata, threads_for(step, keys * attention->heads * attention->head_dim));
         }
-        case SILU_AND_MUL: return silu_and_mul(op, step);
+        case ACT_AND_MUL:
+            if (op.count == GELU_TANH) return act_and_mul<GELU_TANH>(op, step);
+            if (op.count == SWIGLU_OAI) return act_and_mul<SWIGLU_OAI>(op, step);
+            return act_and_mul<SILU>(op, step);
         case GATHER_ROWS: return gather_rows(op, step);
+        case EXPERTS: return run_experts(op, step);
     }
 }
 
@@ -233,7 +360,8 @@ extern "C" {
 
 // Sizes of the structures, so that callers can check their layout.
 int64_t smelt_program_sizes(int which) {
-    const int64_t sizes[] = {sizeof(Operation), sizeof(Step), sizeof(DenseMatrix), sizeof(Attention)};
+    const int64_t sizes[] = {sizeof(Operation), sizeof(Step),   sizeof(DenseMatrix),
+                             sizeof(Attention), sizeof(Rotary), sizeof(Experts)};
     return sizes[which];
 }
 

@@ -1,4 +1,4 @@
-"""Language models without a compiled path: what the engine computes equals what transformers computes."""
+"""Language models of many families: what the engine computes, compiled or not, equals what transformers computes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ from tests.architectures import ARCHITECTURES, VOCABULARY
 _PROMPTS = [[(7 * i + 3) % 80 + 5 for i in range(41)], [(5 * i + 11) % 80 + 5 for i in range(18)]]
 _NEW_TOKENS = 8
 _OWN_CACHE = "eager, cache of the network's own"
-# Soft-capping, sinks with windows, latent attention, chunks, fused projections, parallel blocks, a vision-language
-# model and a type without a row; then layers with a state, ALiBi, and a type without a row that cannot be paged.
+# Norms with an offset, norms around or only behind the parts, multipliers, fused projections, RoPE of a part of a head
+# or of neighbors, sinks with windows, experts; then soft-capping, latent attention, chunks, parallel blocks, a
+# vision-language model and a type without a row; then layers with a state, ALiBi, and a type without a row that cannot
+# be paged.
+_COMPILED = [
+    *("gemma", "gemma3_text", "olmo2", "olmo3", "granite", "phi3", "glm", "glm4", "gpt_oss", "olmoe", "mixtral"),
+    *("seed_oss", "ministral", "ernie4_5", "helium"),
+]
+_EAGER = ["gemma2", "deepseek_v2", "deepseek_v3", "llama4_text", "cohere2", "llava", "apertus"]
 _BACKENDS = {
-    **dict.fromkeys(
-        ["gemma2", "gpt_oss", "deepseek_v2", "deepseek_v3", "llama4_text", "phi3", "cohere2", "llava", "apertus"],
-        "eager",
-    ),
+    **dict.fromkeys(_COMPILED, "compiled-cpu"),
+    **dict.fromkeys(_EAGER, "eager"),
     **dict.fromkeys(["lfm2", "mamba2", "bloom", "codegen"], _OWN_CACHE),
 }
 
