@@ -14,7 +14,7 @@ from smelt.models.load import load
 from smelt.serve.engine.attention import unpaged_reason
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.sampling_params import SamplingParams
-from tests.architectures import ARCHITECTURES, VOCABULARY
+from tests.architectures import ARCHITECTURES, VOCABULARY, Architecture
 
 _PROMPTS = [[(7 * i + 3) % 80 + 5 for i in range(41)], [(5 * i + 11) % 80 + 5 for i in range(18)]]
 _NEW_TOKENS = 8
@@ -52,6 +52,24 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
         for row, step in zip(expected, answer.logprobs, strict=True):
             for token, logprob in step.top:
                 assert logprob == pytest.approx(float(row[token]), abs=2e-4)
+
+
+@pytest.mark.parametrize(("max_model_len", "tokens"), [(64, 50), (128, 80)])
+def test_rope_for_long_contexts(max_model_len: int, tokens: int, tmp_path: Path) -> None:
+    """The length that the engine allows decides between the factors of short and of long contexts."""
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7], "long_factor": [2.0 + i for i in range(8)]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
+    fields = {"original_max_position_embeddings": 64, "rope_parameters": rope}
+    network = Architecture("phi3", fields=fields).save(tmp_path)
+    engine = Engine(load(tmp_path), max_model_len=max_model_len)
+    assert engine.runner.backend == "compiled-cpu"
+    prompt = [(7 * i + 3) % 80 + 5 for i in range(tokens)]
+    sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, logprobs=20)
+    (answer,) = engine.generate([prompt], sampling)
+    with torch.no_grad():
+        expected = network(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1].log_softmax(-1)
+    for token, logprob in answer.logprobs[0].top:
+        assert logprob == pytest.approx(float(expected[token]), abs=2e-4)
 
 
 def test_more_requests_than_slots_and_repeated_prompts(tmp_path: Path) -> None:
