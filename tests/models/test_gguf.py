@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from smelt.errors import ModelError
 from smelt.models.bundled import ensure_bundled
@@ -29,6 +29,11 @@ _SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 64,
+}
+_GEMMA3_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 
 
@@ -72,7 +77,9 @@ def _paired(weights: np.ndarray, heads: int) -> np.ndarray:
 def _as_gguf(network: PreTrainedModel, metadata: dict[str, Any] | None = None) -> Gguf:
     """Write the network as GGUF with llama.cpp's names and order."""
     config = network.config
-    arch = config.model_type
+    arch = config.model_type.removesuffix("_text")
+    gemma3 = arch == "gemma3"
+    rope = config.rope_parameters["full_attention"] if gemma3 else config.rope_parameters
     file = Gguf(
         {
             "general.architecture": arch,
@@ -84,18 +91,21 @@ def _as_gguf(network: PreTrainedModel, metadata: dict[str, Any] | None = None) -
             f"{arch}.attention.head_count_kv": config.num_key_value_heads,
             f"{arch}.attention.key_length": config.head_dim,
             f"{arch}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-            f"{arch}.rope.freq_base": config.rope_parameters["rope_theta"],
+            f"{arch}.rope.freq_base": rope["rope_theta"],
             **(metadata or {}),
         }
     )
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    state = {name: tensor.numpy() for name, tensor in network.state_dict().items()}
+    state = {
+        name: tensor.numpy() + (1 if gemma3 and name.endswith("norm.weight") else 0)
+        for name, tensor in network.state_dict().items()
+    }
     file.tensors = [matrix("token_embd.weight", state["model.embed_tokens.weight"])]
     file.tensors.append(matrix("output_norm.weight", state["model.norm.weight"]))
     if not config.tie_word_embeddings:
         file.tensors.append(matrix("output.weight", state["lm_head.weight"]))
     for block in range(config.num_hidden_layers):
-        for our_name, gguf_name in BLOCK_NAMES.items():
+        for our_name, gguf_name in {**BLOCK_NAMES, **(_GEMMA3_NORMS if gemma3 else {})}.items():
             for part in ("weight", "bias"):
                 values = state.get(f"model.layers.{block}.{gguf_name}.{part}")
                 if values is None:
@@ -130,6 +140,29 @@ def test_a_network_round_trips_through_gguf(config_class: Any, tied: bool, tmp_p
     assert loaded.tokenizer is None
     assert loaded.network.dtype == torch.float32 and not loaded.network.training
     torch.testing.assert_close(loaded.network(ids).logits, network(ids).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layers", [6, 62])
+def test_gemma_3_round_trips_through_gguf(layers: int, tmp_path: Path) -> None:
+    """The size of 62 layers has an attention scale of its own."""
+    sizes = {**_SIZES, "num_hidden_layers": layers, "head_dim": 16, "query_pre_attn_scalar": 16 if layers == 6 else 8}
+    full = {"rope_theta": 5000.0, "rope_type": "linear", "factor": 8.0}
+    local = {"rope_theta": 200.0, "rope_type": "default"}
+    config = Gemma3TextConfig(
+        **sizes, sliding_window=5, rope_parameters={"full_attention": full, "sliding_attention": local}
+    )
+    network = _random_network(config)
+    metadata = {
+        "gemma3.attention.sliding_window": 5,
+        "gemma3.rope.freq_base_swa": 200.0,
+        "gemma3.rope.scaling.type": "linear",
+        "gemma3.rope.scaling.factor": 8.0,
+    }
+    loaded = load(_as_gguf(network, metadata).write(tmp_path / "tiny.gguf")).network
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, network(ids).logits, rtol=1e-4, atol=1e-4)
+    assert loaded.config.query_pre_attn_scalar == config.query_pre_attn_scalar
 
 
 def test_rotary_factors_of_llama3(tmp_path: Path) -> None:

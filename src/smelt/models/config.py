@@ -19,8 +19,6 @@ from smelt.models.model_types import check_loadable
 
 cifar_resnet.register()
 
-cifar_resnet.register()
-
 # Keys that name code, kernels, files or machines instead of describing the network.
 _INSTRUCTIONS = {
     "auto_map",

@@ -169,9 +169,12 @@ def test_a_budget_below_the_minimum_is_refused() -> None:
         run("llama", {"method": "fisher", "budget": {"parameters": 0.05}})
 
 
-def test_repairs_are_refused_for_convolutions() -> None:
-    with pytest.raises(RecipeError, match="repair: none"):
-        run("resnet", {"method": "fisher", "repair": "full", "budget": {"macs": 0.7}})
+@pytest.mark.parametrize(
+    ("settings", "hint"), [({"repair": "tune"}, "use repair: full"), ({"teacher": "assistant"}, "use teacher: dense")]
+)
+def test_repairs_that_do_not_support_convolutions_are_refused(settings: dict[str, Any], hint: str) -> None:
+    with pytest.raises(RecipeError, match=hint):
+        run("resnet", {"method": "fisher", **settings, "budget": {"macs": 0.7}})
 
 
 def test_all_methods_are_registered_with_their_papers() -> None:

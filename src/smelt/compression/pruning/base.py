@@ -38,6 +38,7 @@ from smelt.compression.budget import Budget
 from smelt.compression.pruning.alignment import CHOICE as ALIGNMENT_CHOICE
 from smelt.compression.pruning.alignment import MEASURED, measured_alignment
 from smelt.compression.pruning.alignment import unit_multiple as aligned_units
+from smelt.compression.pruning.conv_repair import cut_and_refit
 from smelt.compression.pruning.repair import ACTIVATION_COPIES, RepairSettings, cut, cut_and_repair
 from smelt.config import renamed
 from smelt.errors import BudgetError, ModelError, RecipeError
@@ -243,7 +244,7 @@ class StructuredPruning(Method):
         """Estimate the repair: teacher and student run every block; the equations of one part exist at a time."""
         if self.repair not in ("tune", "full"):
             return ResourceEstimate(1.0 if "calibration data" in self.needs else 0.0)
-        widest = max(part.output.in_features for part in anatomy.parts)
+        widest = max(part.output.in_features * part.output.kernel_elements for part in anatomy.parts)
         hidden = ACTIVATION_COPIES * 4 * size.tokens * anatomy.hidden_size
         hidden = hidden if memory_limit is None else min(hidden, memory_limit)
         return ResourceEstimate(passes=3.5, memory=hidden + SOLVER_MATRICES * 8 * widest * widest)
@@ -264,10 +265,10 @@ class StructuredPruning(Method):
         return search_true_cost(anatomy, candidates, rule, allowed, measure, workload)
 
     def added_cost(self, anatomy: Anatomy, measure: str) -> float:
-        """Return the cost of biases that the repair adds."""
+        """Return the cost of biases that the repair adds; convolutions get none."""
         if measure not in ("parameters", "bytes") or not self.fits_bias(anatomy):
             return 0.0
-        outputs = [part.output for part in anatomy.parts if part.output.bias is None]
+        outputs = [part.output for part in anatomy.parts if part.output.bias is None and part.kind != "channels"]
         size = outputs[0].weight.element_size() if outputs and measure == "bytes" else 1
         return float(size * sum(output.out_features for output in outputs))
 
@@ -328,6 +329,8 @@ class StructuredPruning(Method):
         if self.repair == "none":
             cut(model.network, choice)
             return {}
+        if any(part.kind == "channels" for part in model.anatomy.parts):
+            return cut_and_refit(model, choice, self.repair_settings(model), context)
         return cut_and_repair(model, choice, self.repair_settings(model), context)
 
     def repair_settings(self, model: Model) -> RepairSettings:
@@ -341,10 +344,13 @@ class StructuredPruning(Method):
         )
 
     def _check_repair(self, anatomy: Anatomy) -> None:
-        if self.repair != "none" and any(part.kind == "channels" for part in anatomy.parts):
-            raise RecipeError(
-                f"repair: {self.repair} supports attention and feed-forward parts; for convolutions use repair: none."
-            )
+        if any(part.kind == "channels" for part in anatomy.parts):
+            if self.repair not in ("none", "full"):
+                raise RecipeError(
+                    f"repair: {self.repair} supports attention and feed-forward parts; for convolutions use "
+                    "repair: full or repair: none."
+                )
+            return
         if self.repair in ("tune", "full") and (anatomy.residual == "other" or anatomy.family.chain is not True):
             raise RecipeError(
                 f"repair: {self.repair} needs blocks that follow one another and add attention and feed-forward to the "

@@ -19,7 +19,7 @@ from smelt.compression.base import METHODS, CalibrationSize, MethodContext, Reso
 from smelt.compression.budget import Budget
 from smelt.compression.calibration.gradients import all_mask_gradients, gradient_bytes
 from smelt.compression.pruning.base import Scores, StructuredPruning, checkpointed_selection
-from smelt.compression.pruning.repair import RepairSettings, cut, cut_and_repair
+from smelt.compression.pruning.repair import RepairSettings, cut_and_repair
 from smelt.errors import RecipeError
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
@@ -32,7 +32,7 @@ from smelt.models.model import Model
 )
 @dataclass(frozen=True)
 class Fisher(StructuredPruning):
-    """Use for the best pruned quality where gradients are affordable; prunes heads and FFN channels."""
+    """Use for the best pruned quality where gradients are affordable; prunes heads, FFN and convolution channels."""
 
     repair: str = "full"
     rearranged: bool = True  # re-select units within each layer by the block-diagonal Fisher
@@ -44,6 +44,13 @@ class Fisher(StructuredPruning):
         one_of(self.name, "teacher", self.teacher, ("dense", "assistant"))
         if self.published and (self.repair, self.solver, self.teacher) != ("tune", "lsmr", "assistant"):
             raise RecipeError("fisher as published has repair: tune, solver: lsmr and teacher: assistant.")
+
+    def check(self, anatomy: Anatomy) -> None:
+        super().check(anatomy)
+        if self.teacher == "assistant" and any(part.kind == "channels" for part in anatomy.parts):
+            raise RecipeError(
+                "teacher: assistant supports attention and feed-forward parts; for convolutions use teacher: dense."
+            )
 
     def observe(self, anatomy: Anatomy, context: MethodContext) -> list[np.ndarray]:
         """Return the mask gradients of each part: [mini-batches, units]."""
@@ -71,16 +78,12 @@ class Fisher(StructuredPruning):
     def prune(
         self, model: Model, choice: KeptUnits, scores: Scores, observations: list[np.ndarray], context: MethodContext
     ) -> dict[str, Any]:
-        if self.repair == "none":
-            cut(model.network, choice)
-            return {}
-        assistant = None
-        if self.teacher == "assistant":
-            larger = Budget(self.budget.measure, math.sqrt(self.budget.keep))
-            anatomy = model.anatomy
-            assistant = checkpointed_selection(
-                context, anatomy, "assistant", lambda: self.select_units(anatomy, scores, context, larger)
-            )
+        if self.repair == "none" or self.teacher == "dense":
+            return super().prune(model, choice, scores, observations, context)
+        anatomy, larger = model.anatomy, Budget(self.budget.measure, math.sqrt(self.budget.keep))
+        assistant = checkpointed_selection(
+            context, anatomy, "assistant", lambda: self.select_units(anatomy, scores, context, larger)
+        )
         return cut_and_repair(model, choice, self.repair_settings(model), context, assistant)
 
     def repair_settings(self, model: Model) -> RepairSettings:

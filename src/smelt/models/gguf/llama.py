@@ -1,4 +1,7 @@
-"""Convert GGUF metadata and tensors of Llama-like networks (llama, qwen2, qwen3) to transformers' config and names."""
+"""Convert GGUF metadata and tensors of Llama-like networks to transformers' config and names.
+
+These are llama, qwen2, qwen3 and gemma3, the last one as its text model (`gemma3_text`).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,13 @@ from smelt.models.gguf.reader import GgufFile
 
 Number = TypeVar("Number", bound=np.generic)
 
-_CLASS_OF_ARCHITECTURE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+GEMMA3 = "gemma3"
+_CLASS_OF_ARCHITECTURE = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    GEMMA3: "Gemma3ForCausalLM",
+}
 
 OUTER_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -40,6 +49,13 @@ BLOCK_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+GEMMA3_BLOCK_NAMES = {
+    **BLOCK_NAMES,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GEMMA3_LAYERS_OF_27B = 62  # the one size whose attention scale is not that of its head dimension
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -69,7 +85,25 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
         "rope_parameters": _rope_parameters(file, architecture, head_dim),
         **_special_tokens(file),
     }
-    return config_from(values, str(file.path))
+    return config_from({**values, **_gemma3_values(file, values)}, str(file.path))
+
+
+def _gemma3_values(file: GgufFile, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a config that only Gemma 3 has: two rotary embeddings, windows, the attention scale."""
+    if _architecture(file) != GEMMA3:
+        return {}
+    local_theta = _positive_float(file, f"{GEMMA3}.rope.freq_base_swa", default=10000.0)
+    mean_head = values["hidden_size"] // values["num_attention_heads"]
+    is_27b = values["num_hidden_layers"] == _GEMMA3_LAYERS_OF_27B
+    return {
+        "model_type": "gemma3_text",
+        "sliding_window": _positive_int(file, f"{GEMMA3}.attention.sliding_window"),
+        "query_pre_attn_scalar": mean_head if is_27b else values["head_dim"],
+        "rope_parameters": {
+            "full_attention": values["rope_parameters"],
+            "sliding_attention": {"rope_theta": local_theta, "rope_type": "default"},
+        },
+    }
 
 
 def gguf_shapes(file: GgufFile) -> dict[str, tuple[int, ...]]:
@@ -80,10 +114,15 @@ def gguf_shapes(file: GgufFile) -> dict[str, tuple[int, ...]]:
 def gguf_tensors(file: GgufFile, config: PreTrainedConfig, exclude: Container[str] = ()) -> dict[str, Tensor]:
     """Return the tensors, dequantized to float32, by their transformers names."""
     return {
-        name: torch.from_numpy(to_transformers_order(file.tensor(source), name, file, config))
+        name: torch.from_numpy(to_transformers_order(_norm_offset(file, name, file.tensor(source)), name, file, config))
         for source, name in gguf_names(file)
         if name not in exclude
     }
+
+
+def _norm_offset(file: GgufFile, name: str, weights: Floats) -> Floats:
+    """Subtract what llama.cpp adds: the norms of Gemma 3 multiply by 1 + weight, and GGUF stores the sum."""
+    return weights - 1 if _architecture(file) == GEMMA3 and name.endswith("norm.weight") else weights
 
 
 def to_transformers_order(
@@ -99,12 +138,13 @@ def to_transformers_order(
 
 def gguf_names(file: GgufFile) -> Iterator[tuple[str, str]]:
     """Yield each tensor's name in the file and in transformers."""
+    block_names = GEMMA3_BLOCK_NAMES if _architecture(file) == GEMMA3 else BLOCK_NAMES
     for source in file.entries:
         match = _BLOCK.fullmatch(source)
         if source in OUTER_NAMES:
             yield source, OUTER_NAMES[source]
-        elif match and match[2] in BLOCK_NAMES:
-            yield source, f"model.layers.{int(match[1])}.{BLOCK_NAMES[match[2]]}.{match[3]}"
+        elif match and match[2] in block_names:
+            yield source, f"model.layers.{int(match[1])}.{block_names[match[2]]}.{match[3]}"
         elif source != ROPE_FACTORS:
             raise ModelError(f"{file.path} holds the tensor {source!r:.80}, which Smelt does not support.")
 
