@@ -35,7 +35,8 @@ from smelt.kernels.gpu.vector import fused_gemv
 from smelt.kernels.linear import ActivationQuant, PackedMatrix
 from smelt.models.experts import split_experts
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizationScheme, QuantizedLinear
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import QuantizedLinear
 from smelt.numerics import get_format
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.throughput import measure_batch

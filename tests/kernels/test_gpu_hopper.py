@@ -16,7 +16,8 @@ from smelt.kernels.gpu.hopper_layout import Layout
 from smelt.kernels.gpu.matrix import Matrix, describe
 from smelt.kernels.linear import ActivationQuant, PackedMatrix
 from smelt.models.gguf import gguf_config, gguf_packed, read_gguf
-from smelt.models.quantized import QuantizationScheme, QuantizedLinear
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import QuantizedLinear
 from smelt.numerics import QuantizedTensor, get_format
 from smelt.numerics.packing import unpack
 from tests.kernels.ptxas import problems
