@@ -56,7 +56,8 @@ def test_spread_has_the_decimals_of_its_median() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(1.168, "1.17"), (0.0, "0"), (99.4, "99.4"), (1234.5, "1,234"), (2e4, "20.0 k")]
+    ("value", "text"),
+    [(1.168, "1.17"), (0.0, "0"), (13.97, "14.0"), (99.4, "99.4"), (99.96, "100"), (1234.5, "1,234"), (2e4, "20.0 k")],
 )
 def test_rates_per_second(value: float, text: str) -> None:
     assert numbers.per_second(value) == text

@@ -31,7 +31,7 @@ def count(value: float) -> str:
 
 def per_second(value: float) -> str:
     """Format a rate per second: with three digits below a hundred, else as a count."""
-    return f"{value:.3g}" if abs(value) < 100 else count(value)
+    return _three_digits(value) if abs(value) < 99.95 else count(value)
 
 
 def size(value: float) -> str:
