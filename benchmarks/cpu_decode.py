@@ -30,7 +30,8 @@ from smelt.measure.clock import stopwatch, time_call
 from smelt.measure.latency import decode_latency, latency
 from smelt.models.load import load
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizationScheme, QuantizedLinear, quantized_layers
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import QuantizedLinear, quantized_layers
 from smelt.numerics.catalog import get_format
 
 GROUP = 64  # 576 inputs are not a multiple of 128

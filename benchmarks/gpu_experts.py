@@ -25,7 +25,7 @@ from common import copy_bandwidth, graph_seconds, previous_rows, table, write
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from smelt.kernels.gpu import hopper
+from smelt.kernels.gpu import hopper, hopper_config, hopper_source
 from smelt.kernels.gpu.experts import Routing, combine, gather_rows, route
 from smelt.kernels.gpu.fused_ops import act_and_mul, act_and_mul_quantize, add_rms_norm
 from smelt.kernels.gpu.grouped import GroupedDense, GroupedLinear, choose_tile_size
@@ -35,7 +35,8 @@ from smelt.kernels.gpu.vector import fused_gemv
 from smelt.kernels.linear import ActivationQuant, PackedMatrix
 from smelt.models.experts import split_experts
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizationScheme, QuantizedLinear
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import QuantizedLinear
 from smelt.numerics import get_format
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.throughput import measure_batch
@@ -265,7 +266,7 @@ def tune(options: argparse.Namespace) -> None:
         for tokens, product in itertools.product(options.tokens, products):
             assert isinstance(product, GroupedHopper)
             for config in candidates(product, tokens, shape):
-                sources.add(hopper.kernel_source(product.weights.layout, config, torch.bfloat16, "early"))
+                sources.add(hopper_source.kernel_source(product.weights.layout, config, torch.bfloat16, "early"))
         list(compile_all(sources, hopper.GEMM_KERNEL, hopper.ARCHITECTURE))
         for tokens, which in itertools.product(options.tokens, ("gate_up", "output")):
             print(
@@ -281,7 +282,7 @@ def tune(options: argparse.Namespace) -> None:
         torch.cuda.empty_cache()
 
 
-def candidates(product: GroupedHopper, tokens: int, shape: Shape) -> Iterator[hopper.Config]:
+def candidates(product: GroupedHopper, tokens: int, shape: Shape) -> Iterator[hopper_config.Config]:
     """Yield the chosen tiles, then others: rows, teams, steps, and stages for one to four blocks at a time."""
     layout, k_tiles = product.weights.layout, product.weights.tiles.shape[1]
     size = choose_tile_size(tokens, shape.top_k, shape.num_experts, product.tile_sizes)
@@ -293,12 +294,12 @@ def candidates(product: GroupedHopper, tokens: int, shape: Shape) -> Iterator[ho
     ):
         if (size >= 64 and (steps > 1 or blocks > 2)) or (size < 64 and rows > 2) or (blocks > 2 and rows * teams > 2):
             continue
-        config = hopper.Config(
+        config = hopper_config.Config(
             size, rows, m_tiles, steps, teams, 16, 1, flush=size < 64, mma=chosen.mma and m_tiles == 1
         )
         if config.mma and rows > 1:
             continue
-        fitted = hopper.fit_stages(config, layout, k_tiles, 227 * 1024 // blocks)
+        fitted = hopper_config.fit_stages(config, layout, k_tiles, 227 * 1024 // blocks)
         if fitted.shared_bytes(layout) <= 227 * 1024 // blocks and fitted not in seen:
             seen.add(fitted)
             yield fitted
@@ -322,7 +323,7 @@ def time_candidates(layers: list[Layer], tokens: int, which: str, shape: Shape) 
     return [f"{times[config]:.1f} us {config}" for config in (chosen, *best)]
 
 
-def _product(product: GroupedHopper, routing: Routing, x: Any, config: hopper.Config) -> Tensor:
+def _product(product: GroupedHopper, routing: Routing, x: Any, config: hopper_config.Config) -> Tensor:
     codes, scales = (x, None) if isinstance(x, Tensor) else (x.codes, x.scales)
     return hopper.grouped_gemm(
         codes, product.weights, routing, config, x_scale=scales, dtype=torch.bfloat16, early=True

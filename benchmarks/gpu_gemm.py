@@ -22,8 +22,8 @@ import torch
 from common import copy_bandwidth, graph_seconds, table, write
 from torch.nn import functional as F
 
-from smelt.kernels.gpu import hopper, hopper_layout
-from smelt.kernels.gpu.hopper import Config, StreamKConfig, fit_stages
+from smelt.kernels.gpu import hopper, hopper_config, hopper_layout, hopper_source
+from smelt.kernels.gpu.hopper_config import Config, StreamKConfig, fit_stages
 from smelt.kernels.gpu.hopper_layout import Layout, ShuffledMatrix
 from smelt.kernels.gpu.matrix import describe
 from smelt.kernels.gpu.nvrtc import compile_to_cubin
@@ -160,16 +160,20 @@ def candidates(batch: int, weights: ShuffledMatrix) -> Iterator[Config | StreamK
         if fitted.shared_bytes(layout) <= 227 * 1024 and k_tiles // (config.split_k * config.k_tiles) >= 2:
             yield fitted
     if batch > 32 and not (layout.grouped and layout.operands == "int8"):
-        yield from (hopper.stream_k_config(tile_n, layout) for tile_n in hopper.STREAM_K_N if tile_n < batch + 64)
+        yield from (
+            hopper_config.stream_k_config(tile_n, layout) for tile_n in hopper_config.STREAM_K_N if tile_n < batch + 64
+        )
 
 
 def all_configs(batch: int) -> Iterator[Config]:
     if batch > 128:
-        for tile_n, (rows, teams), split_k in itertools.product(hopper.WIDE_N, hopper.WIDE_TEAMS, (1, 2, 4)):
+        for tile_n, (rows, teams), split_k in itertools.product(
+            hopper_config.WIDE_N, hopper_config.WIDE_TEAMS, (1, 2, 4)
+        ):
             if rows * teams <= (4 if tile_n <= 128 else 2):
                 yield Config(tile_n, rows, 1, 1, teams, 16, split_k, flush=False)
         return
-    tile_n = next(size for size in hopper.TILE_N if size >= batch)
+    tile_n = next(size for size in hopper_config.TILE_N if size >= batch)
     rows = ((1, 1), (2, 1)) if tile_n < 64 else ((1, 1), (2, 1), (4, 2))
     for (row_tiles, m_tiles), k_tiles, teams, split_k in itertools.product(rows, (1, 2), (1, 2, 3, 4), (1, 2, 4)):
         if row_tiles // m_tiles * teams > (2 if tile_n > 64 else 4 if tile_n == 64 else 6):
@@ -187,7 +191,7 @@ def compile_candidates(options: argparse.Namespace) -> None:
         assert isinstance(layout, Layout)
         tiles = torch.empty(rows // 64, columns // 128, 0, dtype=torch.uint8)
         for config in candidates(batch, ShuffledMatrix(layout, tiles, None, 1.0, rows, columns)):
-            sources.add(hopper.kernel_source(layout, config, torch.bfloat16))
+            sources.add(hopper_source.kernel_source(layout, config, torch.bfloat16))
     with ProcessPoolExecutor() as pool:
         list(pool.map(_compile, sources, chunksize=8))
 

@@ -19,6 +19,6 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         if target.is_relative_to(DOCS):
             return match[0]
         path = target.relative_to(DOCS.parent).as_posix()
-        return f"`{path}`" if match[2].strip("`") in path else f"{match[2]} (`{path}`)"
+        return f"`{path}`" if match[2].strip("`/") in path else f"{match[2]} (`{path}`)"
 
     return _LINK.sub(replace, markdown)

@@ -216,3 +216,9 @@ def test_results_name_no_folder_of_a_machine() -> None:
     results = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
     assert results
     assert [path.name for path in results if re.search(r'"/[^"/]+/', path.read_text())] == []
+
+
+def test_the_results_page_names_existing_files() -> None:
+    names = re.findall(r"`(\w+\.md)`", (ROOT / "docs" / "results.md").read_text(encoding="utf-8"))
+    assert names
+    assert [name for name in names if not (ROOT / "benchmarks" / "results" / name).is_file()] == []

@@ -51,6 +51,17 @@ def test_no_message_installs_a_package_of_somebody_else() -> None:
         assert not re.search(r"\bsmelt\[[a-z]", text), path
 
 
+def test_the_release_lock_has_every_dependency() -> None:
+    """`make lock` was run after the last change of pyproject.toml, and the file names no server."""
+    lock = (ROOT / "requirements-release.lock").read_text(encoding="utf-8")
+    locked = dict(re.findall(r"^([\w.-]+)==(\S+)", lock, re.M))
+    extras = [name for names in PROJECT["optional-dependencies"].values() for name in names]
+    needed = {re.split(r"[\[<>=~ ]", name)[0].lower() for name in (*PROJECT["dependencies"], *extras)} - {DISTRIBUTION}
+    assert needed <= locked.keys() and "://" not in lock
+    torch_pin = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M)
+    assert torch_pin is not None and locked["torch"] == torch_pin[1]
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from a copy of what a source distribution has."""

@@ -26,7 +26,8 @@ from smelt.compression.base import MethodContext
 from smelt.compression.budget import Budget
 from smelt.compression.pruning.magnitude import Magnitude
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizationScheme, QuantizedLinear
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import QuantizedLinear
 from smelt.numerics import get_format
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.throughput import measure_batch

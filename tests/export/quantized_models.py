@@ -12,7 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizationScheme, QuantizedLinear, replace_module
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import QuantizedLinear
+from smelt.models.quantized_network import replace_module
 from smelt.numerics.catalog import get_format
 from smelt.numerics.format import PER_TENSOR
 

@@ -19,7 +19,8 @@ from smelt.export.compressed_tensors import layer_tensors
 from smelt.kernels.dispatch import use_backend
 from smelt.models.load import load, load_config, skeleton
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizationScheme, QuantizedLinear, quantized_layers
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import QuantizedLinear, quantized_layers
 from smelt.numerics.catalog import get_format
 from smelt.numerics.format import QuantizedTensor, QuantParams
 from tests.export.quantized_models import encoder, logits, network, quantized, scheme, tokens

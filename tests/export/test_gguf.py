@@ -17,7 +17,8 @@ from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.gguf import gguf_config, gguf_tensors, read_gguf
 from smelt.models.load import load
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizationScheme, quantized_layers
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import quantized_layers
 from smelt.models.surgery import keep_units
 from tests.character_tokenizer import character_tokenizer
 from tests.export.byte_tokenizer import byte_level, pieces

@@ -14,7 +14,7 @@ import smelt.export.onnx
 from smelt.errors import FormatError
 from smelt.export import export
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizationScheme
+from smelt.models.quantization_scheme import QuantizationScheme
 from smelt.models.surgery import keep_units
 from tests.character_tokenizer import character_tokenizer
 from tests.export.quantized_models import encoder, logits, network, quantized, scheme

@@ -21,7 +21,8 @@ compiled = pytest.mark.skipif(LIBRARY is None, reason="needs a C++ compiler")
 
 PRODUCT = """
 import torch
-from smelt.models.quantized import QuantizedLinear, QuantizationScheme
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import QuantizedLinear
 from smelt.numerics.catalog import get_format
 number_format = get_format("int4/32@float16")
 matrix = number_format.quantize(torch.randn(32, 64))

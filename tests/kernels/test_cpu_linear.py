@@ -19,7 +19,8 @@ from smelt.kernels.cpu.build import NATIVE
 from smelt.kernels.cpu.plan import make_linear_plan
 from smelt.kernels.dispatch import use_backend
 from smelt.kernels.linear import REFERENCE, ActivationQuant, LinearKernel, PackedMatrix, select_kernel
-from smelt.models.quantized import QuantizationScheme, QuantizedLinear
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import QuantizedLinear
 from smelt.numerics.catalog import get_format
 from tests.kernels.instruction_sets import LIBRARY, MACHINES, TARGETS, library_for
 from tests.kernels.instruction_sets import NEEDS_COMPILER as compiled

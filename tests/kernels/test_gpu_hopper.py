@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from smelt.kernels.gpu import hopper, hopper_layout, nvrtc
-from smelt.kernels.gpu.hopper import Config, GemvConfig, StreamKConfig, fit_stages
+from smelt.kernels.gpu import hopper, hopper_config, hopper_layout, hopper_source, nvrtc
+from smelt.kernels.gpu.hopper_config import Config, GemvConfig, StreamKConfig, fit_stages
 from smelt.kernels.gpu.hopper_layout import Layout
 from smelt.kernels.gpu.matrix import Matrix, describe
 from smelt.kernels.linear import ActivationQuant, PackedMatrix
 from smelt.models.gguf import gguf_config, gguf_packed, read_gguf
-from smelt.models.quantized import QuantizationScheme, QuantizedLinear
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import QuantizedLinear
 from smelt.numerics import QuantizedTensor, get_format
 from smelt.numerics.packing import unpack
 from tests.kernels.ptxas import problems
@@ -248,13 +249,13 @@ def test_shared_memory_and_stages_fit() -> None:
     for layout, rows, columns, batch in itertools.product(layouts(), (64, 4096, 28672), (256, 14336), batches):
         tiles = torch.empty(rows // 64, columns // 128, 0, dtype=torch.uint8)
         weights = hopper_layout.ShuffledMatrix(layout, tiles, None, 1.0, rows, columns)
-        config = hopper.choose_config(batch, weights, 132)
+        config = hopper_config.choose_config(batch, weights, 132)
         assert config.shared_bytes(layout) <= 227 * 1024
         if isinstance(config, StreamKConfig):
             assert config.stages >= 2, "a stage is given back when the next one is in use"
         else:
             assert config.stages % config.k_groups == 0
-        assert hopper.choose_gemv_config(weights, 132).shared_bytes(layout, columns // 128) <= 227 * 1024
+        assert hopper_config.choose_gemv_config(weights, 132).shared_bytes(layout, columns // 128) <= 227 * 1024
 
 
 def test_kernels_of_all_batch_sizes_are_known_before_any_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,9 +266,9 @@ def test_kernels_of_all_batch_sizes_are_known_before_any_runs(monkeypatch: pytes
         product = hopper_linear.HopperLinear(weights, inputs and ActivationQuant(get_format(inputs)))
         known = product.kernel_sources(BF16)
         for batch in (2, 3, 17, 33, 90, 128, 129, 143, 145, 200, 255, 257, 300, 512, 1000, 1025, 2047, 2048):
-            config = hopper.choose_config(batch, weights, 132)
+            config = hopper_config.choose_config(batch, weights, 132)
             taken = product.path(batch) == "gemm"
-            assert not taken or hopper.kernel_source(weights.layout, config, BF16) in known, batch
+            assert not taken or hopper_source.kernel_source(weights.layout, config, BF16) in known, batch
 
 
 def test_all_kernels_compile(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,17 +278,17 @@ def test_all_kernels_compile(tmp_path: object, monkeypatch: pytest.MonkeyPatch) 
         pytest.skip("NVRTC is not installed")
     monkeypatch.setenv("SMELT_CACHE", str(tmp_path))
     for layout in layouts():
-        sources = [hopper.dequantize_source(layout)]
+        sources = [hopper_source.dequantize_source(layout)]
         for config in (Config(16, 1, 1, 2, 2, 8, 2, mma=True), Config(128, 4, 2, 1, 1, 8, 1, flush=False)):
-            sources.append(hopper.kernel_source(layout, fit_stages(config, layout, 32), BF16))
+            sources.append(hopper_source.kernel_source(layout, fit_stages(config, layout, 32), BF16))
         for tile_n, grouping in ((8, "early"), (128, "grouped")):
-            grouped_config = hopper.choose_grouped_config(tile_n, 64, layout, 24, 16, 132)
-            sources.append(hopper.kernel_source(layout, grouped_config, BF16, grouping))  # type: ignore[arg-type]
+            grouped_config = hopper_config.choose_grouped_config(tile_n, 64, layout, 24, 16, 132)
+            sources.append(hopper_source.kernel_source(layout, grouped_config, BF16, grouping))  # type: ignore[arg-type]
         if not (layout.grouped and layout.operands == "int8"):
-            sources.append(hopper.kernel_source(layout, hopper.stream_k_config(128, layout), BF16))
+            sources.append(hopper_source.kernel_source(layout, hopper_config.stream_k_config(128, layout), BF16))
         if hopper.supports_gemv(layout):
-            sources.append(hopper.gemv_source(layout, GemvConfig(2, 3, 9, 2), residual=True))
-            sources.append(hopper.gemv_source(layout, GemvConfig(1, 3, 9, 1, gated=True), norm=True))
+            sources.append(hopper_source.gemv_source(layout, GemvConfig(2, 3, 9, 2), residual=True))
+            sources.append(hopper_source.gemv_source(layout, GemvConfig(1, 3, 9, 1, gated=True), norm=True))
         for source in sources:
             assert nvrtc.compile_to_cubin(source, "kernel", "sm_90a")
     with pytest.raises(nvrtc.CudaError, match="cannot be compiled"):
@@ -300,7 +301,7 @@ def test_a_gemv_has_the_values_of_a_table_in_float16(name: str, dtype: torch.dty
     assert layout is not None
     values = torch.tensor(layout.table).to(FP16).view(torch.uint16).tolist()
     line = "#define TABLE_VALUES " + ", ".join(f"0x{value:04X}" for value in values)
-    assert line in hopper.gemv_source(layout, GemvConfig(2, 3, 9, 2)).splitlines()
+    assert line in hopper_source.gemv_source(layout, GemvConfig(2, 3, 9, 2)).splitlines()
 
 
 REPORTED_FORMATS = [
@@ -323,13 +324,13 @@ KNOWN_SPILLS = {
 def engine_sources(layout: Layout) -> dict[str, str]:
     """Return the kernels that the engine uses for a layer of a Llama 8B on an H200, at all kinds of batch sizes."""
     weights = hopper_layout.ShuffledMatrix(layout, torch.empty(448, 32, 0), None, 1.0, 28672, 4096)
-    sources = {"dequantize": hopper.dequantize_source(layout)}
+    sources = {"dequantize": hopper_source.dequantize_source(layout)}
     for batch in (8, 64, 128, 512):
-        config = hopper.choose_config(batch, weights, 132)
-        sources[f"batch {batch}"] = hopper.kernel_source(layout, config, BF16)
+        config = hopper_config.choose_config(batch, weights, 132)
+        sources[f"batch {batch}"] = hopper_source.kernel_source(layout, config, BF16)
     if hopper.supports_gemv(layout):
-        config = hopper.choose_gemv_config(weights, 132)
-        sources["gemv"] = hopper.gemv_source(layout, config, norm=True)
+        config = hopper_config.choose_gemv_config(weights, 132)
+        sources["gemv"] = hopper_source.gemv_source(layout, config, norm=True)
     return sources
 
 
@@ -405,7 +406,7 @@ def test_products_are_written_into_columns_of_a_matrix(name: str, batch: int) ->
     for rows, start, width in ((256, 64, 512), (100, 3, 512), (64, 8, 77)):
         weights = shuffled(describe(packed_matrix(name, rows, 512, "cuda")[0]), BF16)
         y = torch.full((batch, width), 7.0, device="cuda", dtype=BF16)
-        configs = [None, *[hopper.stream_k_config(128, weights.layout)] * (batch > 1)]
+        configs = [None, *[hopper_config.stream_k_config(128, weights.layout)] * (batch > 1)]
         for config in configs:
             part = hopper.gemm(x, weights, config=config, out=y[:, start : start + rows])
             assert torch.equal(part, hopper.gemm(x, weights, config=config))
@@ -490,7 +491,7 @@ def test_every_configuration_gives_the_same(batch: int) -> None:
     weights = shuffled(describe(packed), BF16)
     x = torch.randn(batch, 2176, device="cuda", dtype=BF16)
     expected = x.double() @ quantized.dequantize().double().T
-    tile_n = next(size for size in hopper.TILE_N if size >= batch)
+    tile_n = next(size for size in hopper_config.TILE_N if size >= batch)
     mma = tile_n <= 32
     for rows, k_tiles, teams, split, flush in itertools.product((1, 2, 3), (1, 2), (1, 2, 3), (1, 2, 4), (True, False)):
         config = fit_stages(Config(tile_n, rows, 1, k_tiles, teams, 6, split, flush, mma), weights.layout, 17)
@@ -518,10 +519,10 @@ STREAM_K_SHAPES = [  # batch, rows, columns
 def test_stream_k_equals_the_reference(name: str, operands: torch.dtype) -> None:
     """Tiles of one block and of many, blocks with several tiles, rows that fill no tile; launches right after another,
     which share flags, give the same again."""
-    for (batch, rows, columns), tile_n in itertools.product(STREAM_K_SHAPES, hopper.STREAM_K_N):
+    for (batch, rows, columns), tile_n in itertools.product(STREAM_K_SHAPES, hopper_config.STREAM_K_N):
         packed, quantized = packed_matrix(name, rows, columns, "cuda")
         weights = shuffled(describe(packed), operands)
-        config = hopper.stream_k_config(tile_n, weights.layout)
+        config = hopper_config.stream_k_config(tile_n, weights.layout)
         if operands == INT8:
             x = torch.randint(-127, 128, (batch, columns), device="cuda", dtype=INT8)
         else:

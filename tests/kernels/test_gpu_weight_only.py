@@ -119,7 +119,8 @@ def test_float32_or_quantized_inputs_are_left_to_other_kernels() -> None:
 
 @pytest.mark.gpu
 def test_a_layer_uses_the_kernel_compiled_and_captured() -> None:
-    from smelt.models.quantized import QuantizationScheme, QuantizedLinear
+    from smelt.models.quantization_scheme import QuantizationScheme
+    from smelt.models.quantized import QuantizedLinear
 
     for name in ("int4/128@float16", "mxfp4"):
         number_format = get_format(name)

@@ -26,14 +26,9 @@ from smelt.models.gguf import gguf_config, gguf_packed, gguf_tensors, read_gguf
 from smelt.models.gguf.blocks import FORMATS
 from smelt.models.load import load
 from smelt.models.model import Model
-from smelt.models.quantized import (
-    DEQUANTIZED,
-    QuantizationScheme,
-    QuantizedLinear,
-    dequantize_without_kernel,
-    merge_dequantized,
-    quantized_layers,
-)
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import DEQUANTIZED, QuantizedLinear, quantized_layers
+from smelt.models.quantized_network import dequantize_without_kernel, merge_dequantized
 from smelt.numerics.catalog import format_name, get_format
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.sampling_params import SamplingParams

@@ -11,13 +11,9 @@ from torch import Tensor, nn
 from smelt.errors import ModelError
 from smelt.kernels.conv import ConvShape, reference_conv
 from smelt.kernels.dispatch import use_backend
-from smelt.models.quantized import (
-    QuantizationScheme,
-    QuantizedConv,
-    linear_weight,
-    prepare_quantized_layers,
-    quantized_replacement,
-)
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import QuantizedConv
+from smelt.models.quantized_network import linear_weight, prepare_quantized_layers, quantized_replacement
 from smelt.numerics.catalog import get_format
 from smelt.numerics.format import PER_TENSOR
 from smelt.numerics.integer import Integer

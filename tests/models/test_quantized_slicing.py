@@ -14,7 +14,8 @@ from smelt.errors import ModelError
 from smelt.measure.cost import Workload, block_cost, unit_costs
 from smelt.models.anatomy import anatomy_of
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizationScheme, QuantizedLinear, quantized_layers
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import QuantizedLinear, quantized_layers
 from smelt.models.surgery import keep_units
 from smelt.numerics.catalog import FORMATS, get_format
 from tests.tiny import BUILDS, inputs

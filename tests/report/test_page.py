@@ -177,6 +177,23 @@ def test_a_data_file_is_named_without_its_folders(run: dict[str, Any]) -> None:
     assert "someone" not in text and text.count("on reviews/dev.csv") >= 2
 
 
+def test_a_model_folder_is_named_without_its_parents(run: dict[str, Any]) -> None:
+    assert "someone" not in Page(render(run | {"model": "/home/someone/models/tiny"})).text
+
+
+def test_a_smaller_kv_cache_is_a_size(run: dict[str, Any]) -> None:
+    """Two steps that change its format are one row: before the first and after the last."""
+    facts = [
+        {"kv_cache_bits_per_token_before": before, "kv_cache_bits_per_token_after": after}
+        for before, after in ((8192, 4096.0), (4096.0, 2048.0))
+    ]
+    run |= {"steps": [{"name": "kv-cache", "facts": each} for each in facts] + [{"name": "rtn"}], "size": {}}
+    del run["verdict"]
+    text = Page(render(run)).text
+    assert "KV cache per token 1.02 kB → 256 B (−75.0 %)" in text
+    assert text.count("KV cache per token") == 4, "the sentence, a figure, a row and the title of its bars"
+
+
 def test_bars_show_every_quantity_before_and_after(run: dict[str, Any]) -> None:
     html = render(run)
     table = html[html.index("Before and after") : html.index("<h2>Quality")]

@@ -39,9 +39,11 @@ from smelt.report import numbers
         (numbers.signed, -0.0107, "−0.0107"),
         (numbers.signed, 3.5, "+3.50"),
         (numbers.percent, -0.158, "−15.8 %"),
+        (numbers.percent, -0.0004, "0.0 %"),
         (numbers.probability, 0.0004, "< 0.001"),
         (numbers.probability, 0.0321, "0.032"),
         (numbers.plain, 245760, "245,760"),
+        (numbers.plain, 1824.0, "1,824"),
         (numbers.plain, 0.01, "0.01"),
         (numbers.plain, True, "True"),
         (numbers.plain, "kv group", "kv group"),
@@ -56,7 +58,8 @@ def test_spread_has_the_decimals_of_its_median() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(1.168, "1.17"), (0.0, "0"), (99.4, "99.4"), (1234.5, "1,234"), (2e4, "20.0 k")]
+    ("value", "text"),
+    [(1.168, "1.17"), (0.0, "0"), (13.97, "14.0"), (99.4, "99.4"), (99.96, "100"), (1234.5, "1,234"), (2e4, "20.0 k")],
 )
 def test_rates_per_second(value: float, text: str) -> None:
     assert numbers.per_second(value) == text

@@ -21,7 +21,8 @@ from smelt.compression.quantization.rtn import RoundToNearest
 from smelt.errors import ModelError, RequestError
 from smelt.kernels.lora import LoraTiles
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizationScheme, QuantizedLinear
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import QuantizedLinear
 from smelt.numerics import get_format
 from smelt.runtime.decoder import build_decoder, linear_groups
 from smelt.serve.engine import factory

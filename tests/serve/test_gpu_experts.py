@@ -24,7 +24,9 @@ from smelt.kernels.gpu.grouped import GroupedDense, GroupedPacked
 from smelt.kernels.gpu.linear import EightBit, WeightOnly
 from smelt.models.experts import split_experts
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizationScheme, QuantizedLinear, dequantize_without_kernel
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import QuantizedLinear
+from smelt.models.quantized_network import dequantize_without_kernel
 from smelt.numerics import get_format
 from smelt.runtime.decoder import mixtures
 from smelt.runtime.gpu_experts import FusedExperts, unsupported_reason

@@ -13,7 +13,7 @@ from smelt.kernels.cpu.kernels import FloatLinear
 from smelt.kernels.cpu.program import Program
 from smelt.models.experts import split_experts
 from smelt.models.model import Model
-from smelt.models.quantized import LinearGroupSpec, QuantizationScheme
+from smelt.models.quantization_scheme import LinearGroupSpec, QuantizationScheme
 from smelt.numerics.catalog import get_format
 from smelt.numerics.integer import Integer
 from smelt.serve.engine import layer_timing

@@ -22,7 +22,9 @@ from smelt.models.artifact import save_artifact
 from smelt.models.experts import split_experts
 from smelt.models.load import load
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizationScheme, QuantizedLinear, linear_weight, quantized_layers, replace_module
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import QuantizedLinear, quantized_layers
+from smelt.models.quantized_network import linear_weight, replace_module
 from smelt.numerics.catalog import get_format
 from smelt.serve.engine.adapters import Adapters
 from smelt.serve.engine.engine import Engine

@@ -20,7 +20,7 @@ from smelt.compression.checkpoint import Checkpoint
 from smelt.errors import RecipeError
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
-from smelt.models.quantized import LinearGroupSpec
+from smelt.models.quantization_scheme import LinearGroupSpec
 from smelt.progress import NullProgress, Progress
 from smelt.registry import Registry
 

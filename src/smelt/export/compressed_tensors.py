@@ -26,7 +26,8 @@ from smelt.models.config import COMPRESSED_TENSORS
 from smelt.models.experts import Expert, split_experts
 from smelt.models.load import load
 from smelt.models.model import Model
-from smelt.models.quantized import STATIC_SCALE, QuantizationScheme, QuantizedLinear, quantized_layers
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import STATIC_SCALE, QuantizedLinear, quantized_layers
 from smelt.numerics.catalog import FORMATS, format_name
 from smelt.numerics.elements import E4M3
 from smelt.numerics.format import PER_ROW, PER_TENSOR, Format

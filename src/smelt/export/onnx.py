@@ -28,13 +28,8 @@ from smelt.export.format import Export, ExportFormat
 from smelt.models.artifact import shaped_config, write_json
 from smelt.models.json_file import one_line
 from smelt.models.model import Model
-from smelt.models.quantized import (
-    STATIC_SCALE,
-    QuantizedEmbedding,
-    QuantizedLinear,
-    quantized_layers,
-    replace_module,
-)
+from smelt.models.quantized import STATIC_SCALE, QuantizedEmbedding, QuantizedLinear, quantized_layers
+from smelt.models.quantized_network import replace_module
 from smelt.models.verify import probe
 from smelt.numerics.catalog import format_name
 from smelt.numerics.format import PER_ROW, PER_TENSOR

@@ -15,18 +15,33 @@ from smelt.version import __version__
 
 # The keys of the CPU name in /proc/cpuinfo, on x86 and on most ARM machines.
 _CPUINFO_NAMES = ("model name", "Model")
+# Servers with ARM cores have numbers instead: those of Arm's designs (implementer 0x41) that are common there.
+_ARM_PARTS = {
+    "0xd08": "Cortex-A72", "0xd0c": "Neoverse N1", "0xd40": "Neoverse V1", "0xd49": "Neoverse N2",
+    "0xd4f": "Neoverse V2", "0xd84": "Neoverse V3", "0xd8e": "Neoverse N3",
+}  # fmt: skip
 
 
 def cpu_model() -> str:
-    """Return the CPU name as the system reports it."""
+    """Return the name of this machine's CPU."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        lines = []
-    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+        cpuinfo = ""
+    return cpu_name(cpuinfo) or platform.processor() or platform.machine()
+
+
+def cpu_name(cpuinfo: str) -> str:
+    """Return the CPU name in the text of /proc/cpuinfo; empty if there is none."""
+    fields = dict(line.split(":", 1) for line in cpuinfo.splitlines() if ":" in line)
     named = {key.strip(): " ".join(value.split()) for key, value in fields.items()}
     name = next((named[key] for key in _CPUINFO_NAMES if named.get(key)), "")
-    return name or platform.processor() or platform.machine()
+    implementer, part = named.get("CPU implementer", ""), named.get("CPU part", "")
+    if name or not part:
+        return name
+    if implementer == "0x41" and part in _ARM_PARTS:
+        return _ARM_PARTS[part]
+    return f"ARM core {part} of implementer {implementer}"
 
 
 def gpu_model() -> str | None:

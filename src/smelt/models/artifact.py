@@ -27,7 +27,8 @@ from smelt.models.json_file import read_object
 from smelt.models.kv_cache import KVCacheFormat
 from smelt.models.model import Model
 from smelt.models.network import check_buffers, empty_network, parameters_on_meta
-from smelt.models.quantized import LOW_RANK_NAMES, QuantizedEmbedding, prepare_quantized_layers, quantized_layers
+from smelt.models.quantized import LOW_RANK_NAMES, QuantizedEmbedding, quantized_layers
+from smelt.models.quantized_network import prepare_quantized_layers
 from smelt.models.surgery import restore_shape
 from smelt.models.tokenizer import load_tokenizer
 from smelt.models.weights import TensorHeader, read_headers, read_safetensors

@@ -21,13 +21,9 @@ from smelt.models.artifact import check_shapes
 from smelt.models.config import read_config, read_generation_config
 from smelt.models.json_file import read_object
 from smelt.models.network import empty_network, parameters_on_meta
-from smelt.models.quantized import (
-    STATIC_SCALE,
-    QuantizationScheme,
-    QuantizedLinear,
-    prepare_quantized_layers,
-    quantized_layers,
-)
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import STATIC_SCALE, QuantizedLinear, quantized_layers
+from smelt.models.quantized_network import prepare_quantized_layers
 from smelt.models.weights import TensorHeader, float_dtype, read_headers, read_safetensors
 from smelt.numerics.catalog import FORMATS
 from smelt.numerics.elements import E4M3

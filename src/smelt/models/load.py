@@ -25,7 +25,9 @@ from smelt.models.json_file import one_line
 from smelt.models.model import Model
 from smelt.models.mxfp4 import load_mxfp4, mxfp4_skeleton
 from smelt.models.network import empty_network, fill_network, matching_network, parameters_on_meta
-from smelt.models.quantized import QuantizationScheme, QuantizedLinear, replace_module
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import QuantizedLinear
+from smelt.models.quantized_network import replace_module
 from smelt.models.tokenizer import TOKENIZER_FILES, load_tokenizer
 from smelt.models.weights import float_dtype, read_headers, read_safetensors, weight_files
 

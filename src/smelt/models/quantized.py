@@ -1,12 +1,11 @@
-"""Linear layers and convolutions with a quantized weight, and how they replace the layers of a network.
+"""Linear layers, convolutions and embeddings with a quantized weight.
 
-A `QuantizationScheme` describes such a layer as plain data, enough to allocate it before its tensors are loaded. A
-kernel computes the matmul; `backend` names the selected kernel.
+A kernel computes the matmul; `backend` names the selected kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.pytorch_utils import Conv1D
 
-from smelt.errors import FormatError, ModelError
+from smelt.errors import ModelError
 from smelt.kernels.conv import ConvShape, fake_quantize_images, prepare_conv, product_inputs
 from smelt.kernels.dispatch import forced_backend
 from smelt.kernels.hadamard import hadamard_transform
 from smelt.kernels.linear import ActivationQuant, LinearKernel, PackedMatrix, select_kernel
-from smelt.numerics.catalog import format_name, get_format
+from smelt.models.quantization_scheme import QuantizationScheme
 from smelt.numerics.format import PER_TENSOR, Format, QuantizedTensor, packed_shapes
 from smelt.numerics.packing import pack, unpack
 
@@ -31,63 +29,6 @@ NO_BACKEND, DEQUANTIZED = "none yet", "dequantized at load"  # of a layer withou
 STATIC_SCALE = "input_scale"
 QPARAM_NAMES = ("scale", "zero", "negative", "tensor")
 LOW_RANK_NAMES = ("down", "up")
-_QUANTIZABLE = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.Embedding)
-
-
-@dataclass(frozen=True)
-class QuantizationScheme:
-    """How one layer computes: the formats of its weight and inputs, and the transformation of its inputs."""
-
-    weight: Format
-    inputs: Format | None = None
-    static: bool = False  # the input scale is fixed; otherwise it is computed per input
-    hadamard: bool = False  # the inputs are rotated by a Hadamard matrix, whose inverse is in the weight
-    rank: int = 0  # of the low-rank factors added to the output
-    clip: float = 1.0  # the fraction of the input range that the grid covers; values outside are clipped
-
-    def to_json(self) -> dict[str, Any]:
-        plain: dict[str, Any] = {"weight": format_name(self.weight)}
-        if self.inputs is not None:
-            plain |= {"inputs": format_name(self.inputs), "static": self.static}
-        if self.hadamard:
-            plain["hadamard"] = True
-        if self.rank:
-            plain["rank"] = self.rank
-        if self.clip != 1.0:
-            plain["clip"] = self.clip
-        return plain
-
-    @classmethod
-    def from_json(cls, plain: Any, where: str) -> QuantizationScheme:
-        """Parse an untrusted description; raise unless it has the form that `to_json` writes."""
-        known = {"weight": str, "inputs": str, "static": bool, "hadamard": bool, "rank": int, "clip": float}
-        if not isinstance(plain, dict) or any(type(value) is not known.get(key) for key, value in plain.items()):
-            raise ModelError(f"{where}: this is not the description of a quantized layer: {plain!r:.80}.")
-        try:
-            weight, inputs = get_format(plain.get("weight", "")), plain.get("inputs")
-            scheme = cls(weight, None if inputs is None else get_format(inputs), plain.get("static", False))
-        except FormatError as error:
-            raise ModelError(f"{where}: {error}") from error
-        if scheme.static and (scheme.inputs is None or not scheme.inputs.has_scale_only):
-            raise ModelError(f"{where}: a static scale is not possible for inputs in the format {inputs!r:.40}.")
-        rank, clip = plain.get("rank", 0), plain.get("clip", 1.0)
-        if not 0 <= rank <= 65536:
-            raise ModelError(f"{where}: a rank of {rank} is not possible.")
-        if not 0 < clip <= 1:
-            raise ModelError(f"{where}: inputs cannot be clipped at {clip} of their range.")
-        return cls(scheme.weight, scheme.inputs, scheme.static, plain.get("hadamard", False), rank, clip)
-
-
-@dataclass(frozen=True)
-class LinearGroupSpec:
-    """Linear layers that share an input, without their weights: what decides how fast they are."""
-
-    in_features: int
-    out_features: tuple[int, ...]  # of each layer
-    bias: bool
-    scheme: QuantizationScheme | None  # None: unquantized
-    token_share: float = 1.0  # of the tokens of a step; below 1 for the experts of a mixture
-    fused_input: bool = True  # a norm or gate produces the input, and may quantize it at no cost
 
 
 @dataclass(frozen=True)
@@ -148,6 +89,10 @@ class QuantizedLinear(nn.Module):
         assert self.scheme.inputs is not None
         scale = self.scheme.inputs.compute_qparams(amax.reshape(1, 1, -1), clip_ratio=self.scheme.clip).scale
         setattr(self, STATIC_SCALE, scale.float().reshape(1, 1, 1))
+
+    def quantize_inputs(self, inputs: Format) -> None:
+        """Quantize the inputs of a weight-only layer, too, scaled per token."""
+        self.scheme, self._selected = replace(self.scheme, inputs=inputs), None
 
     def add_low_rank_factors(self, down: Tensor, up: Tensor) -> None:
         """Add the product of two low-rank factors, [rank, in] and [out, rank], to the layer."""
@@ -230,8 +175,8 @@ class QuantizedLinear(nn.Module):
         assert isinstance(weight, Tensor)
         return weight
 
-    def share_dequantized_weight(self, weight: Tensor) -> None:
-        """Replace the weight of such a layer by a view of another tensor with the same values."""
+    def set_dequantized_weight(self, weight: Tensor) -> None:
+        """Free the packed tensors: from now on the outputs are products with this weight [out, in], a view or not."""
         self.move_weights(partial(_multiply, weight, self.inputs), slice(None), DEQUANTIZED)
 
     @property
@@ -381,45 +326,8 @@ class QuantizedEmbedding(QuantizedLinear):
         return "dequantized rows"
 
 
-def lacks_kernel(layer: QuantizedLinear, dtype: torch.dtype) -> bool:
-    """Return whether every forward would dequantize the weights first. False while a backend is forced."""
-    if forced_backend() or layer.moved or isinstance(layer, QuantizedConv | QuantizedEmbedding):
-        return False
-    return select_kernel(layer.packed, layer.inputs, dtype).dequantizes(layer.packed)
-
-
-def dequantize_without_kernel(network: nn.Module, dtype: torch.dtype) -> list[QuantizedLinear]:
-    """Dequantize the weights of layers that have no kernel here, once, instead of at every forward; return the layers.
-
-    The packed weights are freed. Nothing happens while a backend is forced.
-    """
-    plain = [layer for layer in quantized_layers(network).values() if lacks_kernel(layer, dtype)]
-    for layer in plain:
-        weight, inputs = layer.weight.to(dtype), layer.inputs
-        layer.move_weights(partial(_multiply, weight, inputs), slice(None), DEQUANTIZED)
-    return plain
-
-
-def merge_dequantized(layers: Sequence[nn.Module]) -> nn.Linear | None:
-    """Merge layers that were dequantized, with the same inputs, into a plain one; they become views of it, so that no
-    memory is added. None if they do anything else than to multiply by their weights."""
-    quantized = [layer for layer in layers if isinstance(layer, QuantizedLinear) and layer.backend == DEQUANTIZED]
-    extras = any(layer.bias is not None or layer.round_inputs is not None for layer in quantized)
-    if len(quantized) < len(layers) or extras:
-        return None
-    schemes = [layer.scheme for layer in quantized]
-    if any(scheme.rank or scheme.hadamard or scheme.inputs is not None for scheme in schemes):
-        return None
-    weight = torch.cat([layer.dequantized_weight for layer in quantized])
-    for layer, view in zip(quantized, weight.split([layer.out_features for layer in quantized]), strict=True):
-        layer.share_dequantized_weight(view)
-    merged = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    merged.weight = nn.Parameter(weight, requires_grad=False)
-    return merged
-
-
-def _multiply(weight: Tensor, inputs: ActivationQuant | None, x: Tensor) -> Tensor:
-    return F.linear(x if inputs is None else inputs.fake_quantize(x), weight.to(x.dtype))
+def quantized_layers(network: nn.Module) -> dict[str, QuantizedLinear]:
+    return {path: module for path, module in network.named_modules() if isinstance(module, QuantizedLinear)}
 
 
 @contextmanager
@@ -439,81 +347,5 @@ def dequantized_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[dict[
             layer._dequantized = None
 
 
-def linear_weight(module: nn.Module) -> Tensor:
-    """Return the weight of a Linear or Conv1D as [out, in], a view; that of a convolution as the matrix that unfolded
-    images are multiplied with, a copy."""
-    weight: Any = module.weight
-    if isinstance(module, nn.Conv1d | nn.Conv2d):
-        return ConvShape.of(module).to_matrix(weight)
-    return weight.T if isinstance(module, Conv1D) else weight
-
-
-def conv_shape(module: nn.Module) -> ConvShape | None:
-    """Return the shape of a convolution, quantized or not; None of any other module."""
-    if isinstance(module, QuantizedConv):
-        return module.shape
-    return ConvShape.of(module) if isinstance(module, nn.Conv1d | nn.Conv2d) else None
-
-
-def quantized_replacement(module: Any, scheme: QuantizationScheme) -> QuantizedLinear:
-    """Return the quantized layer that replaces a Linear, Conv1D, convolution or embedding, without tensors."""
-    if isinstance(module, nn.Embedding):
-        return QuantizedEmbedding(module.num_embeddings, module.embedding_dim, scheme, module.weight.dtype)
-    bias, dtype = module.bias is not None, module.weight.dtype
-    if isinstance(module, nn.Conv1d | nn.Conv2d):
-        return QuantizedConv(ConvShape.of(module), scheme, bias=bias, dtype=dtype)
-    rows, columns = linear_weight(module).shape
-    return QuantizedLinear(columns, rows, scheme, bias=bias, dtype=dtype)
-
-
-def replace_module(network: nn.Module, path: str, new: nn.Module) -> None:
-    """Replace the module at a path, keeping the attributes that surgery recorded (kept units, added bias)."""
-    parent, _, name = path.rpartition(".")
-    for note, value in vars(network.get_submodule(path)).items():
-        if note.startswith("smelt_"):
-            setattr(new, note, value)
-    setattr(network.get_submodule(parent), name, new)
-
-
-def quantized_layers(network: nn.Module) -> dict[str, QuantizedLinear]:
-    return {path: module for path, module in network.named_modules() if isinstance(module, QuantizedLinear)}
-
-
-def quantize_lm_head(network: Any, weight: Format) -> None:
-    """Replace the LM head by a quantized one, rounded to nearest; a tied table of embeddings stays as it is."""
-    head = network.get_output_embeddings()
-    if isinstance(head, QuantizedLinear):
-        return
-    if type(head) is not nn.Linear:
-        raise ModelError("this network has no linear LM head that could be quantized.")
-    quantized = weight.quantize(head.weight.detach().float())
-    bias = None if head.bias is None else head.bias.detach()
-    layer = QuantizedLinear.from_quantized(quantized, QuantizationScheme(weight), bias=bias, dtype=head.weight.dtype)
-    network.set_output_embeddings(layer.to(head.weight.device))
-
-
-def quantize_activations(network: nn.Module, inputs: Format) -> int:
-    """Quantize the inputs of weight-only layers, scaled per token, where a kernel multiplies integers.
-
-    Return how many layers changed; layers whose inputs have a format keep it.
-    """
-    changed = 0
-    for layer in quantized_layers(network).values():
-        if layer.scheme.inputs is None and not isinstance(layer, QuantizedEmbedding):
-            dtype = getattr(network, "dtype", torch.float32)
-            if select_kernel(layer.packed, ActivationQuant(inputs), dtype).quantizes_inputs:
-                layer.scheme, layer._selected = replace(layer.scheme, inputs=inputs), None
-                changed += 1
-    return changed
-
-
-def prepare_quantized_layers(network: nn.Module, schemes: Any, where: str) -> None:
-    """Replace the named layers of a freshly built network by quantized ones without tensors."""
-    if not isinstance(schemes, dict):
-        raise ModelError(f"{where}: the list of quantized layers is invalid.")
-    plain = {path: module for path, module in network.named_modules() if isinstance(module, _QUANTIZABLE)}
-    for path, description in schemes.items():
-        if path not in plain:
-            raise ModelError(f"{where}: {path} is not a linear layer, convolution or embedding of this network.")
-        scheme = QuantizationScheme.from_json(description, where)
-        replace_module(network, path, quantized_replacement(plain[path], scheme))
+def _multiply(weight: Tensor, inputs: ActivationQuant | None, x: Tensor) -> Tensor:
+    return F.linear(x if inputs is None else inputs.fake_quantize(x), weight.to(x.dtype))

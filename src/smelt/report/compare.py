@@ -21,6 +21,7 @@ from smelt.report.rows import (
     interval_text,
     quality_change,
     relative_change,
+    short_path,
     speed_label,
     speedup,
     speedup_text,
@@ -39,7 +40,7 @@ _SIZES: dict[str, tuple[str, Writer]] = {
 def render_comparison(runs: Sequence[Run]) -> str:
     """Render the page; every run has a `name`."""
     title = f"Comparison: {', '.join(str(run['name']) for run in runs)}"
-    subtitle = ", ".join(dict.fromkeys(f"source model {run['model']}" for run in runs))
+    subtitle = ", ".join(dict.fromkeys(f"source model {short_path(str(run['model']))}" for run in runs))
     return page(
         title,
         tag("header", tag("h1", title), tag("div", subtitle, class_="soft")),

@@ -31,7 +31,7 @@ def count(value: float) -> str:
 
 def per_second(value: float) -> str:
     """Format a rate per second: with three digits below a hundred, else as a count."""
-    return f"{value:.3g}" if abs(value) < 100 else count(value)
+    return _three_digits(value) if abs(value) < 99.95 else count(value)
 
 
 def size(value: float) -> str:
@@ -86,7 +86,9 @@ def percent(value: float) -> str:
     """Format a relative change (0.148) as +14.8 %."""
     if not math.isfinite(value):
         return "not finite"
-    return f"{MINUS if value < 0 else '+'}{abs(value) * 100:.1f} %"
+    digits = f"{abs(value) * 100:.1f}"
+    sign = "" if digits == "0.0" else MINUS if value < 0 else "+"
+    return f"{sign}{digits} %"
 
 
 def probability(value: float) -> str:
@@ -97,4 +99,4 @@ def plain(value: object) -> str:
     """Format any value: integers with separators, floats with four digits, text unchanged."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"

@@ -12,7 +12,7 @@ from smelt.report import sections
 from smelt.report.layers import precision, undercalibrated_experts
 from smelt.report.markup import Markup, join, tag
 from smelt.report.quality import quality
-from smelt.report.rows import opens_in_sentence
+from smelt.report.rows import opens_in_sentence, short_path
 from smelt.report.speed import speed
 from smelt.report.steps import steps
 from smelt.report.style import CSS
@@ -83,7 +83,8 @@ def _head(title: str) -> Markup:
 
 
 def _header(run: Mapping[str, Any]) -> Markup:
-    source = f"{run['model']} → {run['result']}" if run.get("result") else str(run["model"])
+    model = short_path(str(run["model"]))
+    source = f"{model} → {run['result']}" if run.get("result") else model
     line = ", ".join(str(part) for part in (source, run.get("created")) if part)
     sentence = verdict(run)
     opens_in = opens_in_sentence(run)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from smelt.report import numbers
 from smelt.report.charts import Interval, interval_plot
 from smelt.report.markup import Markup, note, section, table, tag
-from smelt.report.rows import Run, confidence_text, data_name, interval_text
+from smelt.report.rows import Run, confidence_text, interval_text, short_path
 
 _SETTINGS = {
     "context": "context of {} tokens",
@@ -39,7 +39,7 @@ def quality(run: Run) -> Markup | None:
 def _conditions(measured: Run) -> str:
     settings = {key: value for key, value in (measured.get("settings") or {}).items() if value is not None}
     facts = [_setting(str(key), numbers.plain(value)) for key, value in settings.items()]
-    data = f"on {data_name(str(measured['data']))}" if measured.get("data") else ""
+    data = f"on {short_path(str(measured['data']))}" if measured.get("data") else ""
     measured_on = f"{measured.get('metric', 'quality')} {data}".strip()
     return ", ".join([measured_on, *facts])
 

@@ -11,6 +11,7 @@ from smelt.report import numbers
 
 Run = Mapping[str, Any]
 SpeedVerdict = Literal["faster", "slower", "no change"]
+BLOCK_PARAMETERS = "parameters in blocks"
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def quality_rows(run: Run) -> list[ComparisonRow]:
         return []
     label = str(quality.get("metric", "quality"))
     if quality.get("data"):
-        label += f" on {data_name(str(quality['data']))}"
+        label += f" on {short_path(str(quality['data']))}"
     return [
         ComparisonRow(
             label,
@@ -114,9 +115,9 @@ def quality_rows(run: Run) -> list[ComparisonRow]:
     ]
 
 
-def data_name(data: str) -> str:
-    """Shorten the path of a file to its last folder and name; other names of data stay as they are."""
-    return "/".join(data.split("/")[-2:]) if data.startswith("/") else data
+def short_path(name: str) -> str:
+    """Shorten an absolute path to its last folder and name; names of models and data that are no paths stay."""
+    return "/".join(name.split("/")[-2:]) if name.startswith("/") else name
 
 
 def size_rows(run: Run) -> list[ComparisonRow]:
@@ -128,11 +129,20 @@ def size_rows(run: Run) -> list[ComparisonRow]:
         macs_label += f", {size['macs']['image_size']} pixels squared"
     columns: list[tuple[str, str, Callable[[float], str]]] = [
         ("parameters", "parameters", numbers.count),
-        ("block_parameters", "parameters in blocks", numbers.count),
+        ("block_parameters", BLOCK_PARAMETERS, numbers.count),
         ("bytes", "weight bytes", numbers.size),
         ("macs", macs_label, numbers.macs),
     ]
-    return [_row(label, size[key], write) for key, label, write in columns if size.get(key)]
+    return [*(_row(label, size[key], write) for key, label, write in columns if size.get(key)), *_kv_cache_rows(run)]
+
+
+def _kv_cache_rows(run: Run) -> list[ComparisonRow]:
+    """Build the row of the KV cache, if a step has changed its format."""
+    bits = {"before": "kv_cache_bits_per_token_before", "after": "kv_cache_bits_per_token_after"}
+    facts = [step.get("facts") or {} for step in run.get("steps") or []]
+    changed = [{when: each[key] / 8 for when, key in bits.items()} for each in facts if bits["after"] in each]
+    pair = {"before": changed[0]["before"], "after": changed[-1]["after"]} if changed else {}
+    return [_row("KV cache per token", pair, numbers.size)] if pair else []
 
 
 def _memory_rows(run: Run) -> list[ComparisonRow]:

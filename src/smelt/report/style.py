@@ -113,6 +113,7 @@ svg .point-name { fill: var(--ink); font-size: 13px; }
   border: 1px solid var(--card); border-radius: 4px;
 }
 .precision th { padding: 4px 8px; }
+.precision td { vertical-align: middle; } .precision td:first-child { padding: 4px 0; border-bottom: 0; }
 .key {
   display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin: 0 6px -1px 0; background: var(--blue);
 }

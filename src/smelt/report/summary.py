@@ -5,6 +5,7 @@ from __future__ import annotations
 from smelt.report import numbers
 from smelt.report.markup import Markup, tag
 from smelt.report.rows import (
+    BLOCK_PARAMETERS,
     ComparisonRow,
     Run,
     confidence_text,
@@ -12,7 +13,6 @@ from smelt.report.rows import (
     interval_text,
     quality_change,
     quality_rows,
-    relative_change,
     size_rows,
     speed_label,
     speed_verdict,
@@ -67,15 +67,8 @@ def _percents(comparison: Run) -> str:
 
 
 def _sizes(run: Run) -> list[Markup]:
-    size = run.get("size") or {}
-    columns = (("parameters", numbers.count), ("bytes", numbers.size), ("macs", numbers.macs))
-    labels = {"parameters": "parameters", "bytes": "weight bytes", "macs": "MACs"}
-    pairs = [(labels[key], write, size[key]["before"], size[key]["after"]) for key, write in columns if size.get(key)]
-    return [
-        figure(label, write(after), f"from {write(before)}", relative_change(before, after))
-        for label, write, before, after in pairs
-        if write(before) != write(after)
-    ]
+    rows = [row for row in size_rows(run) if row.changed and row.label != BLOCK_PARAMETERS]
+    return [figure(row.label, row.after, f"from {row.before}", row.change) for row in rows]
 
 
 def _speed(run: Run) -> list[Markup]:

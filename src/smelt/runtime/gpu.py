@@ -37,7 +37,8 @@ from smelt.kernels.gpu.rope import RotaryParams
 from smelt.kernels.gpu.vector import fused_gemv
 from smelt.kernels.lora import LoraTiles
 from smelt.models.lora import StackedFactors
-from smelt.models.quantized import QuantizedLinear, merge_dequantized
+from smelt.models.quantized import QuantizedLinear
+from smelt.models.quantized_network import merge_dequantized
 from smelt.runtime.decoder import Attention, Decoder, FeedForward, MixtureOfExperts, Norm, merge_linears
 from smelt.runtime.gpu_experts import FusedExperts
 

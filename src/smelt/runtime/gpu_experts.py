@@ -22,7 +22,8 @@ from smelt.kernels.gpu.hopper_linear import HopperLinear, layout_for
 from smelt.kernels.gpu.vector import fused_gemv
 from smelt.kernels.linear import ActivationQuant
 from smelt.models.model import Model
-from smelt.models.quantized import DEQUANTIZED, QuantizedLinear, lacks_kernel
+from smelt.models.quantized import DEQUANTIZED, QuantizedLinear
+from smelt.models.quantized_network import lacks_kernel
 from smelt.runtime import decoder
 from smelt.runtime.decoder import MixtureOfExperts
 
@@ -250,6 +251,6 @@ def _weight(layer: Any) -> Tensor:
 
 def _share_weight(layer: Any, view: Tensor) -> None:
     if isinstance(layer, QuantizedLinear):
-        layer.share_dequantized_weight(view)
+        layer.set_dequantized_weight(view)
     else:
         layer.weight.data = view

@@ -14,7 +14,7 @@ from smelt.compression.pruning.alignment import CHOICE, neighboring_widths, part
 from smelt.errors import RecipeError
 from smelt.models.anatomy import Part
 from smelt.models.model import Model
-from smelt.models.quantized import LinearGroupSpec
+from smelt.models.quantization_scheme import LinearGroupSpec
 from tests.compression.pruning.test_methods import wide_llama
 from tests.compression.quantization.test_base import same
 

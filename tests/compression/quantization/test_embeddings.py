@@ -16,7 +16,9 @@ from smelt.export.compressed_tensors import CompressedTensors
 from smelt.measure.cost import count_bytes, count_parameters
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizationScheme, QuantizedEmbedding, quantized_layers, quantized_replacement
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import QuantizedEmbedding, quantized_layers
+from smelt.models.quantized_network import quantized_replacement
 from smelt.numerics import get_format
 from tests.tiny import BUILDS
 

@@ -14,7 +14,8 @@ from smelt.compression.quantization.rounding import round_to_nearest
 from smelt.compression.quantization.rtn import RoundToNearest
 from smelt.errors import RecipeError
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizationScheme, QuantizedLinear
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import QuantizedLinear
 from smelt.numerics.format import PER_TENSOR
 from smelt.numerics.integer import Integer
 from tests.tiny import BUILDS, inputs

@@ -17,7 +17,8 @@ from smelt.compression.quantization.omniquant import Clipped, OmniQuant
 from smelt.compression.quantization.rtn import RoundToNearest
 from smelt.errors import DataError, RecipeError
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizationScheme, QuantizedLinear, quantized_layers
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import QuantizedLinear, quantized_layers
 from smelt.numerics.format import PER_TENSOR
 from smelt.numerics.integer import Integer
 from tests.tiny import BUILDS, TRANSFORMERS, inputs

@@ -22,7 +22,8 @@ from smelt.kernels.linear import ActivationQuant
 from smelt.models.anatomy import anatomy_of
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizationScheme, quantized_layers
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import quantized_layers
 from smelt.numerics.catalog import FORMATS
 from smelt.numerics.error import signal_to_noise
 from smelt.numerics.integer import Integer

@@ -23,7 +23,9 @@ from smelt.kernels.hadamard import hadamard_matrix
 from smelt.measure.perplexity import perplexity
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizationScheme, QuantizedLinear, linear_weight, quantized_layers
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import QuantizedLinear, quantized_layers
+from smelt.models.quantized_network import linear_weight
 from smelt.numerics.catalog import get_format
 from smelt.numerics.integer import Integer
 from tests.tiny import BUILDS, inputs

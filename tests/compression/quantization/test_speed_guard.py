@@ -15,7 +15,8 @@ from smelt.compression.checkpoint import Checkpoint
 from smelt.compression.quantization.speed_guard import CHOICE
 from smelt.errors import RecipeError
 from smelt.models.model import Model
-from smelt.models.quantized import LinearGroupSpec, quantized_layers
+from smelt.models.quantization_scheme import LinearGroupSpec
+from smelt.models.quantized import quantized_layers
 from smelt.numerics.catalog import format_name
 from tests.compression.quantization.test_base import InterruptedRunError, InterruptingProgress, batches, same
 from tests.mixtures import CHOSEN, EXPERTS, loaded

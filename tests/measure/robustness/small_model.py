@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 from smelt.data import LabeledData
 from smelt.data.labeled import labeled_from_rows
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizationScheme, QuantizedLinear, linear_weight, replace_module
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import QuantizedLinear
+from smelt.models.quantized_network import linear_weight, replace_module
 from smelt.numerics.catalog import get_format
 from tests.character_tokenizer import character_tokenizer
 from tests.trained import labeled_rows, trained_bert

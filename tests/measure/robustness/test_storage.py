@@ -11,7 +11,8 @@ from torch import nn
 
 from smelt.measure.robustness.bit_flips import flip, flipped_bits, sample_flips
 from smelt.measure.robustness.storage import StoredTensor, select, stored_tensors
-from smelt.models.quantized import QuantizationScheme, QuantizedLinear
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import QuantizedLinear
 from smelt.numerics.catalog import get_format
 from tests.tiny import BUILDS
 

@@ -13,7 +13,7 @@ from smelt.compression.calibration.block_inputs import BlockInputs, StopForward
 from smelt.compression.calibration.expert_routing import track_routing
 from smelt.kernels.conv import ConvShape
 from smelt.models.anatomy import Block
-from smelt.models.quantized import conv_shape
+from smelt.models.quantized_network import conv_shape
 
 # Called with inputs [rows, columns] of unpadded tokens; with [rows, groups, columns] for a convolution with groups.
 Observer = Callable[[Tensor], None]

@@ -15,7 +15,7 @@ from typing import Any
 from smelt.compression.base import MethodContext, WidthTimer
 from smelt.errors import RecipeError
 from smelt.models.anatomy import Part
-from smelt.models.quantized import LinearGroupSpec
+from smelt.models.quantization_scheme import LinearGroupSpec
 
 MEASURED = "measured"  # the value of the setting
 MULTIPLES = (1, 8, 16, 32, 64, 128)  # to choose from

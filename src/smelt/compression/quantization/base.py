@@ -40,14 +40,9 @@ from smelt.errors import DataError, FormatError, ModelError, RecipeError
 from smelt.measure.cost import count_bytes
 from smelt.models.anatomy import Anatomy, Block
 from smelt.models.model import Model
-from smelt.models.quantized import (
-    QuantizationScheme,
-    dequantized_weights,
-    prepare_quantized_layers,
-    quantized_layers,
-    quantized_replacement,
-    replace_module,
-)
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import dequantized_weights, quantized_layers
+from smelt.models.quantized_network import prepare_quantized_layers, quantized_replacement, replace_module
 from smelt.numerics.catalog import format_name, get_format
 from smelt.numerics.format import PER_ROW, PER_TENSOR, Format, QuantizedTensor
 from smelt.numerics.integer import Integer

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from smelt.compression.calibration.observers import AbsMaxObserver
 from smelt.errors import DataError, ModelError
 from smelt.models.anatomy import Block, Mixture, Part
-from smelt.models.quantized import linear_weight, quantized_layers
+from smelt.models.quantized import quantized_layers
+from smelt.models.quantized_network import linear_weight
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from smelt.config import renamed
 from smelt.errors import BudgetError, DataError, RecipeError
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizationScheme
+from smelt.models.quantization_scheme import QuantizationScheme
 from smelt.numerics.format import Format
 from smelt.numerics.integer import Integer
 

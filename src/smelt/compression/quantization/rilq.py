@@ -24,7 +24,8 @@ from smelt.measure.cost import block_parameters, count_bytes, count_parameters
 from smelt.models.anatomy import Anatomy
 from smelt.models.load import load, skeleton
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizedLinear, linear_weight, quantized_layers, replace_module
+from smelt.models.quantized import QuantizedLinear, quantized_layers
+from smelt.models.quantized_network import linear_weight, replace_module
 
 VALIDATION = 0.2  # fraction of the batches, the last ones, that select the best adapters
 Batch = dict[str, Tensor]

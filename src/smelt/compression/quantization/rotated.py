@@ -27,7 +27,8 @@ from smelt.kernels.hadamard import hadamard_order, hadamard_transform
 from smelt.measure.cost import count_bytes
 from smelt.models.anatomy import Anatomy, Part
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizationScheme, quantized_layers
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import quantized_layers
 from smelt.numerics.format import Format, QuantizedTensor
 
 

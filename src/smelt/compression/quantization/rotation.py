@@ -23,7 +23,8 @@ from smelt.compression.calibration.block_inputs import on_device
 from smelt.errors import ModelError
 from smelt.kernels.hadamard import hadamard_matrix, hadamard_order
 from smelt.models.anatomy import Anatomy, Block, Part
-from smelt.models.quantized import linear_weight, quantized_layers
+from smelt.models.quantized import quantized_layers
+from smelt.models.quantized_network import linear_weight
 
 ROWS_PER_CHUNK = 8192  # of an embedding, converted to float64 at a time
 

@@ -14,7 +14,7 @@ from typing import Any
 from smelt.compression.base import MethodContext, SpeedGuard
 from smelt.compression.quantization.layers import LayerGroup
 from smelt.errors import RecipeError
-from smelt.models.quantized import LinearGroupSpec, QuantizationScheme
+from smelt.models.quantization_scheme import LinearGroupSpec, QuantizationScheme
 from smelt.numerics.catalog import format_name, get_format
 from smelt.report.layers import name_in_block
 from smelt.report.numbers import size as format_size

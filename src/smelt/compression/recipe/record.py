@@ -21,6 +21,7 @@ from smelt.measure.paired import PairedComparison, compare
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear, quantized_layers
 from smelt.numerics.catalog import format_name
+from smelt.report.rows import short_path
 from smelt.serve.engine.throughput import Throughput, ThroughputRow, paired_rows
 
 TIMED_TOKENS = 128
@@ -174,7 +175,7 @@ def run_record(
 ) -> dict[str, Any]:
     """Return the record of the run, as the report reads it."""
     record: dict[str, Any] = {
-        "title": f"{source}, compressed",
+        "title": f"{short_path(source)}, compressed",
         "model": source,
         "result": folder,
         "created": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from smelt.kernels.gpu import hopper, hopper_layout
+from smelt.kernels.gpu import hopper, hopper_config, hopper_layout, hopper_source
 from smelt.kernels.gpu.activations import QuantizedRows, RowQuant
 from smelt.kernels.gpu.arch import num_sms
 from smelt.kernels.gpu.experts import Routing
@@ -25,7 +25,7 @@ class GroupedHopper:
     weights: hopper_layout.ShuffledMatrix  # stacked; its rows are those of one expert
     num_experts: int
     inputs: ActivationQuant | None
-    tile_sizes: tuple[int, ...] = hopper.TILE_N
+    tile_sizes: tuple[int, ...] = hopper_config.TILE_N
 
     @classmethod
     def stack(
@@ -69,18 +69,18 @@ class GroupedHopper:
             codes, self.weights, routing, config, x_scale=x_scale, dtype=dtype, shared=shared, early=not shared
         )
 
-    def config(self, num_tokens: int, top_k: int, tile_size: int) -> hopper.Config:
+    def config(self, num_tokens: int, top_k: int, tile_size: int) -> hopper_config.Config:
         """Return the tiles for a batch, from the number of tokens rounded up to a power of two: each other choice is
         another kernel to compile."""
         pairs = top_k * (1 << (num_tokens - 1).bit_length())
         touched = self.num_experts * (1 - (1 - 1 / self.num_experts) ** pairs)
         row_tiles, k_tiles = len(self.weights.tiles) // self.num_experts, self.weights.tiles.shape[1]
-        return hopper.choose_grouped_config(
+        return hopper_config.choose_grouped_config(
             tile_size, max(touched, pairs / tile_size), self.weights.layout, row_tiles, k_tiles,
             num_sms(self.weights.tiles.device),
         )  # fmt: skip
 
     def kernel_sources(self, num_tokens: int, top_k: int, tile_size: int, dtype: torch.dtype) -> set[str]:
         config = self.config(num_tokens, top_k, tile_size)
-        groupings: tuple[hopper.Grouping, ...] = ("grouped", "early") if num_tokens == 1 else ("early",)
-        return {hopper.kernel_source(self.weights.layout, config, dtype, grouping) for grouping in groupings}
+        groupings: tuple[hopper_source.Grouping, ...] = ("grouped", "early") if num_tokens == 1 else ("early",)
+        return {hopper_source.kernel_source(self.weights.layout, config, dtype, grouping) for grouping in groupings}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from smelt.kernels.gpu import hopper, hopper_layout, launch
+from smelt.kernels.gpu import hopper, hopper_config, hopper_layout, hopper_source, launch
 from smelt.kernels.gpu.activations import QuantizedRows, RowQuant
 from smelt.kernels.gpu.arch import num_sms
 from smelt.kernels.gpu.linear import EightBit, WeightOnly, amax_code
@@ -73,9 +73,11 @@ class HopperLinear:
     def kernel_sources(self, dtype: torch.dtype) -> set[str]:
         """Return the source of every GEMM that some batch size takes, for results of a dtype."""
         sms, layout = num_sms(self.weights.tiles.device), self.weights.layout
-        batches = (*hopper.TILE_N, *range(128, GEMM_BATCH + 1, 16))  # tiles change at multiples of 16 rows
-        configs = {hopper.choose_config(batch, self.weights, sms) for batch in batches if self.path(batch) == "gemm"}
-        return {hopper.kernel_source(layout, config, dtype) for config in configs}
+        batches = (*hopper_config.TILE_N, *range(128, GEMM_BATCH + 1, 16))  # tiles change at multiples of 16 rows
+        configs = {
+            hopper_config.choose_config(batch, self.weights, sms) for batch in batches if self.path(batch) == "gemm"
+        }
+        return {hopper_source.kernel_source(layout, config, dtype) for config in configs}
 
     def path(self, batch: int) -> str:
         """Return `gemv`, `gemm`, or `expand` (dequantize first)."""

@@ -17,12 +17,8 @@ from smelt.kvcache.streaming.config import BoundedCacheConfig
 from smelt.kvcache.streaming.infinipot import InfiniPotCompressor
 from smelt.measure.memory import free_memory
 from smelt.models.model import Model
-from smelt.models.quantized import (
-    dequantize_without_kernel,
-    quantize_activations,
-    quantize_lm_head,
-    quantized_layers,
-)
+from smelt.models.quantized import quantized_layers
+from smelt.models.quantized_network import dequantize_without_kernel, quantize_activations, quantize_lm_head
 from smelt.numerics.catalog import format_name, get_format
 from smelt.progress import Progress
 from smelt.runtime import decoder

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from smelt.measure.clock import stopwatch
 from smelt.measure.machine import cpu_model
 from smelt.models.model import Model
-from smelt.models.quantized import LinearGroupSpec, QuantizationScheme, QuantizedLinear, dequantize_without_kernel
+from smelt.models.quantization_scheme import LinearGroupSpec, QuantizationScheme
+from smelt.models.quantized import QuantizedLinear
+from smelt.models.quantized_network import dequantize_without_kernel
 from smelt.runtime import cpu, decoder
 from smelt.serve.engine.config import EngineConfig
 from smelt.serve.engine.throughput import RequestWorkload, estimate_batch_sizes

@@ -23,8 +23,8 @@
 // the expert, its first row of x and of y, and their number. A block beyond the end of the list reads no weights. The list
 // is written by an earlier kernel than the one before (EARLY), or by that one: then weights are not copied ahead of it.
 //
-// hopper.py defines: TILE_N (rows of x per block), ROW_TILES, M_TILES, K_GROUPS, STAGES, SPLIT_K, GROUPED, EARLY, FORMAT and its
-// parameters, and the functions `wgmma` and `mma` for the operand type.
+// hopper_source.py defines: TILE_N (rows of x per block), ROW_TILES, M_TILES, K_GROUPS, STAGES, SPLIT_K, GROUPED, EARLY,
+// FORMAT and its parameters, and the functions `wgmma` and `mma` for the operand type.
 
 constexpr int ROWS = 64 * ROW_TILES;               // weight rows per block
 constexpr int TEAM = ROW_TILES / M_TILES;           // warpgroups

@@ -17,7 +17,7 @@
 // NORM: apply RMSNorm to x first; its weights multiply x, and its divisor the results. GATED: W has `rows` rows of the
 // gate projection, then `rows` of the up projection; a block computes 64 of both. RESIDUAL: add the results to y.
 //
-// hopper.py defines these, and K_GROUPS, K_TILES, STAGES and SPLIT_K, as for hopper_gemm.cu.
+// hopper_source.py defines these, and K_GROUPS, K_TILES, STAGES and SPLIT_K, as for hopper_gemm.cu.
 
 constexpr int ROW_TILES = GATED ? 2 : 1;
 constexpr int CONSUMERS = 128 * K_GROUPS, THREADS = CONSUMERS + 32;

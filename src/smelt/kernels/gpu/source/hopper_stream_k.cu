@@ -8,7 +8,7 @@
 // ROW_TILES warpgroups compute, each with 64 weight rows and all TILE_N rows of x. The products of a step run while the
 // next step is dequantized, and copies never stop between tiles: results leave through the memory of the last tile of x.
 //
-// hopper.py defines TILE_N, ROW_TILES, STAGES, FORMAT and its parameters, and the functions `wgmma` and `mma`.
+// hopper_source.py defines TILE_N, ROW_TILES, STAGES, FORMAT and its parameters, and the functions `wgmma` and `mma`.
 
 constexpr int ROWS = 64 * ROW_TILES;           // weight rows per block
 constexpr int CONSUMERS = 128 * ROW_TILES;     // threads that compute

@@ -1,8 +1,8 @@
 // Tiles of packed weights, 64 rows x 128 columns, as `shuffle` of hopper_layout.py arranges them: how a thread loads and
 // dequantizes its part.
 //
-// hopper.py defines FORMAT, BITS, GROUPS (scales or zero points of a row in a tile), GROUP_LOOPS, SCALE_BYTES, SHIFTS (each
-// scale is followed by a shift), ZERO_BYTES, ZERO_OFFSET, X_BYTES and HALF_IS_BF16 (the operands), FOLD.
+// hopper_source.py defines FORMAT, BITS, GROUPS (scales or zero points of a row in a tile), GROUP_LOOPS, SCALE_BYTES,
+// SHIFTS (each scale is followed by a shift), ZERO_BYTES, ZERO_OFFSET, X_BYTES and HALF_IS_BF16 (the operands), FOLD.
 
 constexpr int TILE_K = 128;                        // columns of a weight tile
 constexpr int CODE_BYTES = 64 * TILE_K * BITS / 8; // of a weight tile
