@@ -20,7 +20,9 @@ from smelt.models.artifact import check_shapes
 from smelt.models.config import read_config, read_generation_config
 from smelt.models.experts import Expert, SeparateExperts
 from smelt.models.network import empty_network, parameters_on_meta
-from smelt.models.quantized import QuantizationScheme, prepare_quantized_layers, quantized_layers
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import quantized_layers
+from smelt.models.quantized_network import prepare_quantized_layers
 from smelt.models.weights import TensorHeader, float_dtype, read_headers, read_safetensors
 from smelt.numerics.catalog import FORMATS
 
