@@ -17,6 +17,7 @@ from torch import nn
 
 from smelt.models.anatomy import Anatomy, Part, Projection
 from smelt.models.quantized import QuantizedConv, QuantizedLinear, quantized_layers
+from smelt.models.quantized_network import tied_layers
 
 _CONVOLUTIONS = (nn.Conv2d, QuantizedConv)
 
@@ -35,7 +36,8 @@ class Workload:
 
 def count_parameters(network: nn.Module) -> int:
     """Count all parameters, shared ones once."""
-    packed = sum(layer.parameter_count for layer in quantized_layers(network).values())
+    tied = tied_layers(network)
+    packed = sum(layer.parameter_count for path, layer in quantized_layers(network).items() if path not in tied)
     return packed + sum(parameter.numel() for parameter in network.parameters())
 
 

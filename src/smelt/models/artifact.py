@@ -28,7 +28,7 @@ from smelt.models.kv_cache import KVCacheFormat
 from smelt.models.model import Model
 from smelt.models.network import check_buffers, empty_network, parameters_on_meta
 from smelt.models.quantized import LOW_RANK_NAMES, QuantizedEmbedding, quantized_layers
-from smelt.models.quantized_network import prepare_quantized_layers
+from smelt.models.quantized_network import prepare_quantized_layers, tie_layers, tied_layers
 from smelt.models.surgery import restore_shape
 from smelt.models.tokenizer import load_tokenizer
 from smelt.models.weights import TensorHeader, read_headers, read_safetensors
@@ -61,6 +61,7 @@ def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = No
         "history": model.history,
         "shape": anatomy.shape(),
         **({"quantized": {path: layer.scheme.to_json() for path, layer in packed.items()}} if packed else {}),
+        **({"tied": tied} if (tied := tied_layers(network)) else {}),
         **({"kv": model.kv.to_json()} if model.kv else {}),
         **(record or {}),
     }
@@ -71,8 +72,11 @@ def load_artifact(folder: Path, *, dtype: torch.dtype | None = None, device: str
     """Load a model that `save_artifact` wrote."""
     content = read_object(folder / "smelt.json")
     headers = read_headers(folder)
-    shapes = {name: header.shape for name, header in headers.items()}
     outline = shaped_network(folder, content)
+    for path, source in _tied(content, outline, folder).items():  # stored once
+        names = [name for name, _ in outline.get_submodule(source).named_buffers() if f"{source}.{name}" in headers]
+        headers |= {f"{path}.{name}": headers[f"{source}.{name}"] for name in names}
+    shapes = {name: header.shape for name, header in headers.items()}
     check_shapes(outline, shapes, folder)  # before allocating memory
     check_buffers(outline, sum(math.prod(shape) for shape in shapes.values()), str(folder))
     _check_packed(outline, headers, folder)
@@ -86,6 +90,10 @@ def load_artifact(folder: Path, *, dtype: torch.dtype | None = None, device: str
     }
     network.load_state_dict(tensors, strict=False, assign=True)
     network.tie_weights()
+    tied = _tied(content, network, folder)
+    tie_layers(network, tied)
+    network.to(device)
+    tie_layers(network, tied)  # again: each layer was moved by itself
     network.config.dtype = next(network.parameters()).dtype
     for layer in quantized_layers(network).values():
         if isinstance(layer, QuantizedEmbedding):
@@ -95,7 +103,7 @@ def load_artifact(folder: Path, *, dtype: torch.dtype | None = None, device: str
         network.generation_config = generation
     history = content.get("history")
     return Model(
-        network.eval().to(device),
+        network.eval(),
         load_tokenizer(folder, network.config),
         source=str(folder),
         history=history if isinstance(history, list) else [],
@@ -127,7 +135,22 @@ def shaped_network(folder: Path, content: dict[str, Any] | None = None, device: 
     anatomy = anatomy_of(network)
     restore_shape(anatomy, checked_shape(anatomy, shape, folder))
     prepare_quantized_layers(network, content.get("quantized", {}), str(folder))
+    tie_layers(network, _tied(content, network, folder))
     return network
+
+
+def _tied(content: dict[str, Any], network: nn.Module, folder: Path) -> dict[str, str]:
+    """Return which quantized layers use the tensors of which embeddings, from an untrusted file."""
+    tied, layers = content.get("tied", {}), quantized_layers(network)
+    for path, source in tied.items() if isinstance(tied, dict) else [("", None)]:
+        layer, table = layers.get(path), layers.get(source) if isinstance(source, str) else None
+        if layer is None or not isinstance(table, QuantizedEmbedding) or isinstance(layer, QuantizedEmbedding):
+            raise ModelError(f"{folder}: the tied layers in smelt.json are not a head and its embeddings.")
+        if (layer.scheme, layer.out_features, layer.in_features) != (
+            table.scheme, table.out_features, table.in_features,
+        ):  # fmt: skip
+            raise ModelError(f"{folder}: the tied layers in smelt.json differ in format or shape.")
+    return dict(tied)
 
 
 def _current_shape(content: dict[str, Any], folder: Path) -> Any:

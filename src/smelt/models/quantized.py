@@ -294,13 +294,19 @@ class QuantizedConv(QuantizedLinear):
 
 
 class QuantizedEmbedding(QuantizedLinear):
-    """Quantized replacement for an Embedding: the rows of the tokens are dequantized when they are looked up."""
+    """Quantized replacement for an Embedding: the rows of the tokens are dequantized when they are looked up.
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, scheme: QuantizationScheme, dtype: torch.dtype) -> None:
+    Some families multiply them by `embed_scale`.
+    """
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, scheme: QuantizationScheme, dtype: torch.dtype,
+        embed_scale: float = 1.0,
+    ) -> None:  # fmt: skip
         if scheme.inputs is not None or scheme.hadamard or scheme.rank:
             raise ModelError("a quantized embedding has only a weight: no activations, rotation or low-rank factors.")
         super().__init__(embedding_dim, num_embeddings, scheme, bias=False, dtype=dtype)
-        self.dtype = dtype  # of the outputs
+        self.dtype, self.embed_scale = dtype, embed_scale  # dtype: of the outputs
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedEmbedding:
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
@@ -315,11 +321,11 @@ class QuantizedEmbedding(QuantizedLinear):
             for name, tensor in self.packed.tensors.items()
         }
         values = QuantizedTensor.from_packed(self.scheme.weight, rows, self.in_features).dequantize()
-        return values.to(self.dtype).view(*x.shape, self.in_features)
+        return (values * self.embed_scale).to(self.dtype).view(*x.shape, self.in_features)
 
     def to_dense(self) -> nn.Embedding:
-        """Return the dequantized embedding."""
-        return nn.Embedding.from_pretrained(self.weight.to(self.dtype))
+        """Return the dequantized embedding, scaled."""
+        return nn.Embedding.from_pretrained((self.weight * self.embed_scale).to(self.dtype))
 
     @property
     def backend(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,11 @@ def conv_shape(module: nn.Module) -> ConvShape | None:
 def quantized_replacement(module: Any, scheme: QuantizationScheme) -> QuantizedLinear:
     """Return the quantized layer that replaces a Linear, Conv1D, convolution or embedding, without tensors."""
     if isinstance(module, nn.Embedding):
-        return QuantizedEmbedding(module.num_embeddings, module.embedding_dim, scheme, module.weight.dtype)
+        # A buffer in some families, which has no value while the network is on the meta device.
+        scale = getattr(module, "scalar_embed_scale", None) or getattr(module, "embed_scale", None) or 1.0
+        return QuantizedEmbedding(
+            module.num_embeddings, module.embedding_dim, scheme, module.weight.dtype, float(scale)
+        )
     bias, dtype = module.bias is not None, module.weight.dtype
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         return QuantizedConv(ConvShape.of(module), scheme, bias=bias, dtype=dtype)
@@ -66,6 +70,25 @@ def prepare_quantized_layers(network: nn.Module, schemes: Any, where: str) -> No
             raise ModelError(f"{where}: {path} is not a linear layer, convolution or embedding of this network.")
         scheme = QuantizationScheme.from_json(description, where)
         replace_module(network, path, quantized_replacement(plain[path], scheme))
+
+
+def tie_layers(network: nn.Module, tied: Mapping[str, str]) -> None:
+    """Let each named layer use the tensors of another one: a quantized LM head those of the quantized embeddings."""
+    for path, source in tied.items():
+        layer = network.get_submodule(path)
+        for name, tensor in network.get_submodule(source).named_buffers():
+            setattr(layer, name, tensor)
+
+
+def tied_layers(network: nn.Module) -> dict[str, str]:
+    """Return the quantized layers that use the tensors of quantized embeddings, with the path of those."""
+    layers = quantized_layers(network)
+    tables = {id(layer.codes): path for path, layer in layers.items() if isinstance(layer, QuantizedEmbedding)}
+    return {
+        path: tables[id(layer.codes)]
+        for path, layer in layers.items()
+        if not isinstance(layer, QuantizedEmbedding) and not layer.moved and id(layer.codes) in tables
+    }
 
 
 def quantize_lm_head(network: Any, weight: Format) -> None:

@@ -31,6 +31,7 @@ from smelt.compression.quantization.layers import (
     observed,
     scale_groups,
     share_expert_amax,
+    tied_head,
     token_embedding,
 )
 from smelt.compression.quantization.rounding import round_to_nearest
@@ -42,7 +43,12 @@ from smelt.models.anatomy import Anatomy, Block
 from smelt.models.model import Model
 from smelt.models.quantization_scheme import QuantizationScheme
 from smelt.models.quantized import dequantized_weights, quantized_layers
-from smelt.models.quantized_network import prepare_quantized_layers, quantized_replacement, replace_module
+from smelt.models.quantized_network import (
+    prepare_quantized_layers,
+    quantized_replacement,
+    replace_module,
+    tie_layers,
+)
 from smelt.numerics.catalog import format_name, get_format
 from smelt.numerics.format import PER_ROW, PER_TENSOR, Format, QuantizedTensor
 from smelt.numerics.integer import Integer
@@ -177,6 +183,7 @@ class Quantization(Method):
             raise ModelError("this model is quantized already; quantize the model it was made from.")
         if self.embeddings is not None:
             token_embedding(anatomy.network)
+            tied_head(anatomy.network)
         size = self.input_multiple
         for layer in (layer for group in groups if not group.is_convolution for layer in group.layers):
             columns = layer.weight.shape[1]
@@ -196,9 +203,13 @@ class Quantization(Method):
     def reshape(self, anatomy: Anatomy, undecided: Mapping[str, UndecidedWidth]) -> Mapping[str, UndecidedWidth]:
         groups = [group for block in anatomy.blocks for group in layer_groups(block)]
         schemes = {layer.path: self._default_scheme(group).to_json() for group in groups for layer in group.layers}
+        tied: dict[str, str] = {}
         if self.embedding_scheme is not None:
-            schemes[token_embedding(anatomy.network).path] = self.embedding_scheme.to_json()
+            table, head = token_embedding(anatomy.network), tied_head(anatomy.network)
+            tied = {} if head is None else {head.path: table.path}
+            schemes |= dict.fromkeys((table.path, *tied), self.embedding_scheme.to_json())
         prepare_quantized_layers(anatomy.network, schemes, "the plan")
+        tie_layers(anatomy.network, tied)
         return undecided
 
     def targets(self) -> dict[str, float]:
@@ -325,14 +336,18 @@ class _Run:
                     advance(self.block_inputs, block)
 
     def embedding(self, scheme: QuantizationScheme) -> None:
-        """Round the token embeddings to nearest."""
-        table = token_embedding(self.network)
+        """Round the token embeddings to nearest; an LM head that shares them goes on doing so."""
+        table, head = token_embedding(self.network), tied_head(self.network)
         matrix = round_to_nearest(table.weight, scheme.weight)
-        error = _relative_error(table.weight, matrix)
-        layer = quantized_replacement(table.module, scheme)
-        layer.set_tensors(matrix, None)
-        replace_module(self.network, table.path, layer)
-        self.layers[table.path] = {"scheme": scheme.to_json(), "relative_error": error}
+        facts = {"scheme": scheme.to_json(), "relative_error": _relative_error(table.weight, matrix)}
+        for tied in (table,) if head is None else (table, head):
+            layer = quantized_replacement(tied.module, scheme)
+            layer.set_tensors(matrix, None if tied is table else tied.module.bias)
+            replace_module(self.network, tied.path, layer)
+            self.layers[tied.path] = facts
+        if head is not None:
+            tie_layers(self.network, {head.path: table.path})
+            self.network.config.tie_word_embeddings = False  # of a weight that is no more
 
     def _quantize(self, block: Block) -> dict[str, dict[str, Any]]:
         work = BlockWork(

@@ -96,20 +96,30 @@ def is_quantizable_convolution(module: nn.Module) -> bool:
 
 
 def token_embedding(network: Any) -> LinearLayer:
-    """Return the table of token embeddings; raise if it cannot be quantized by itself."""
+    """Return the table of token embeddings; raise if it cannot be quantized."""
     try:
         table = network.get_input_embeddings()
     except NotImplementedError:
         table = None
-    if type(table) is not nn.Embedding:
+    if type(table) is not nn.Embedding and not (isinstance(table, nn.Embedding) and hasattr(table, "embed_scale")):
         raise ModelError("this network has no plain table of token embeddings to quantize; remove `embeddings`.")
+    return LinearLayer(table, _path_of(network, table))
+
+
+def tied_head(network: Any) -> LinearLayer | None:
+    """Return the LM head, if it shares the table of token embeddings."""
     head = network.get_output_embeddings()
-    if head is not None and getattr(head, "weight", None) is table.weight:
+    if head is None or getattr(head, "weight", None) is not network.get_input_embeddings().weight:
+        return None
+    if type(head) is not nn.Linear:
         raise ModelError(
-            "the LM head of this network shares the table of token embeddings, so that it cannot be quantized by "
-            "itself; remove `embeddings`."
+            "the LM head shares the table of token embeddings and is no linear layer; remove `embeddings`."
         )
-    return LinearLayer(table, next(path for path, module in network.named_modules() if module is table))
+    return LinearLayer(head, _path_of(network, head))
+
+
+def _path_of(network: nn.Module, module: nn.Module) -> str:
+    return next(path for path, other in network.named_modules() if other is module)
 
 
 def layer_groups(block: Block) -> list[LayerGroup]:
