@@ -17,7 +17,7 @@ from typing import Any
 
 from smelt.errors import ResourceError
 
-log = logging.getLogger("smelt")
+logger = logging.getLogger(__name__)
 COMMON_ENV = {"RAY_USAGE_STATS_ENABLED": "0"}
 LOCAL_ENV = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # makes Ray use loopback as the node's address
@@ -61,7 +61,7 @@ def join_cluster(address: str) -> None:
             "(RAY_AUTH_TOKEN); start one with `ray start`, and run this on one of its machines."
         ) from error
     if os.environ.get("RAY_AUTH_MODE") != "token":
-        log.warning("this Ray cluster requires no token: anyone who can reach its ports can run code on it")
+        logger.warning("this Ray cluster requires no token: anyone who can reach its ports can run code on it")
 
 
 def restore_signal_handlers() -> None:

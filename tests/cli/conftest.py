@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
@@ -256,8 +257,15 @@ def resume(out: Path | str) -> list[str]:
 
 
 def same_bytes(first: Path, second: Path) -> bool:
-    """Return whether two artifacts have the same files and bytes, except files with times."""
-    return _contents(first) == _contents(second)
+    """Return whether two artifacts have the same files and bytes, except files with times; print what differs."""
+    one, other = _contents(first), _contents(second)
+    for name in sorted(one.keys() | other.keys()):
+        if one.get(name) != other.get(name):
+            texts = [contents.get(name, b"").decode(errors="replace").splitlines() for contents in (one, other)]
+            print(
+                f"{name} differs:", *([] if name.endswith(".safetensors") else unified_diff(*texts, lineterm="", n=0))
+            )
+    return one == other
 
 
 def _contents(folder: Path) -> dict[str, bytes]:

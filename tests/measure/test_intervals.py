@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +22,8 @@ from smelt.measure.bootstrap import (
 from smelt.measure.eval_result import EvalResult
 from smelt.measure.intervals import paired_quantiles, score_quantile
 from smelt.measure.metrics import METRICS
+
+ROOT = Path(__file__).parents[2]
 
 
 def autoregression(generator: np.random.Generator, items: int, correlation: float) -> np.ndarray:
@@ -178,3 +184,24 @@ def test_values_that_are_not_numbers_have_no_bounds() -> None:
         quantiles = paired_quantiles(broken, base, 50, 0)
         assert quantiles.ratio is not None
         assert math.isnan(quantiles.difference(0.95)) and math.isnan(quantiles.ratio(0.95))
+
+
+def test_the_interval_does_not_depend_on_the_threads_of_blas() -> None:
+    """A run is reproduced to the bit with the recorded threads of torch, but those of NumPy are set elsewhere."""
+    program = (
+        "import numpy as np\n"
+        "from tests.measure.test_intervals import windowed\n"
+        "from smelt.measure.intervals import paired_quantiles\n"
+        "base = np.random.default_rng(0).normal(3.0, 0.3, 776)\n"
+        "new = base + np.random.default_rng(1).normal(0.05, 0.05, 776)\n"
+        "quantiles = paired_quantiles(windowed(new), windowed(base), 1000, 0)\n"
+        "print(quantiles.difference(0.025).hex(), quantiles.ratio(0.975).hex())\n"
+    )
+    results = {
+        subprocess.run(
+            [sys.executable, "-c", program], env={**os.environ, "OPENBLAS_NUM_THREADS": threads}, cwd=ROOT,
+            capture_output=True, text=True, check=True,
+        ).stdout
+        for threads in ("1", "2")
+    }  # fmt: skip
+    assert len(results) == 1, results

@@ -27,6 +27,7 @@ def test_rows_hold_the_source_and_every_run(runs: list[dict[str, Any]]) -> None:
     rows = {row[0]: row[1:] for row in comparison_rows(runs)}
     assert headings(runs) == ["", "source", "pruned", "w4"]
     assert rows["perplexity"] == ["23.60", "27.10, +14.8 % (worse)", "24.00, +1.7 % (worse)"]
+    assert rows["interval of the change"] == ["", "+13.9 % to +15.8 %", "+13.9 % to +15.8 %"]
     assert rows["weight bytes"] == ["538 MB", "453 MB, −15.8 %", "171 MB, −68.2 %"]
     assert rows["parameters"] == ["134.5 M", "113.3 M, −15.8 %", "unchanged"]
     assert rows["forward, batch 1, 128 tokens, cpu"] == ["", "1.21× faster", "1.25× slower"]

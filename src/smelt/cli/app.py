@@ -129,7 +129,7 @@ def app_with(*names: str) -> typer.Typer:
         help="Compress trained models, verify that they are still good, and serve them.",
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
-        epilog="`--debug` anywhere shows the full traceback of an error.",
+        epilog="`--debug` anywhere shows the full traceback of an error, and debug logs.",
     )
     app.callback(invoke_without_command=True)(options)
     for group, commands in GROUPS.items():

@@ -9,6 +9,8 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 
 from smelt.errors import SmeltError, is_panic
@@ -21,7 +23,7 @@ NO_MEMORY = "out of memory; use fewer or shorter samples, or set memory_limit in
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command and exit; `--debug` may appear anywhere among the arguments."""
+    """Run a command and exit; `--debug` may appear anywhere among the arguments, and shows debug logs as well."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     warnings.showwarning = _show_warning  # type: ignore[assignment]
     if COMPLETE in os.environ:
@@ -58,11 +60,28 @@ def _call(arguments: list[str], *, debug: bool = False) -> int:
     previous = signal.signal(signal.SIGINT, _interrupt)
     try:
         from smelt.cli.app import call, program, with_new_flags
+        from smelt.logs import show_logs
 
-        arguments = with_new_flags(arguments)
-        return call(program(arguments), arguments, debug=debug)
+        with _debug_level() if debug else nullcontext():
+            show_logs()
+            arguments = with_new_flags(arguments)
+            return call(program(arguments), arguments, debug=debug)
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+@contextmanager
+def _debug_level() -> Iterator[None]:
+    """Log debug lines, also in subprocesses, unless the environment sets another level."""
+    from smelt.logs import LEVEL_VARIABLE
+
+    added = LEVEL_VARIABLE not in os.environ
+    os.environ.setdefault(LEVEL_VARIABLE, "debug")
+    try:
+        yield
+    finally:
+        if added:
+            del os.environ[LEVEL_VARIABLE]
 
 
 def _interrupt(_: int, frame: FrameType | None) -> None:

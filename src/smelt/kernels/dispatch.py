@@ -7,10 +7,12 @@ backend with `use_backend`.
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 
+logger = logging.getLogger(__name__)
 REFERENCE = "reference"
 CPU, GPU = "cpu-compiled", "gpu-triton"
 _forced: list[str] = []
@@ -48,6 +50,12 @@ def use_backend(name: str) -> Iterator[None]:
         yield
     finally:
         _forced.pop()
+
+
+@cache
+def warn_of_fallback(sentence: str) -> None:
+    """Log once per process that slower kernels are used, and why."""
+    logger.warning(sentence)
 
 
 @lru_cache(maxsize=1)

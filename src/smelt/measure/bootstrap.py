@@ -59,7 +59,7 @@ def long_run_error(series: np.ndarray) -> tuple[float, int]:
     frequencies = np.pi * np.arange(1, degrees + 1) / items
     cosines = math.sqrt(2 / items) * np.cos(np.outer(frequencies, np.arange(items) + 0.5))  # [degrees, items]
     centered = series - series.mean()
-    variance = float(((cosines @ centered) ** 2).mean())
+    variance = float((matmul(cosines, centered[:, None]) ** 2).mean())
     correlation = _first_correlation(centered)
     # The spectrum of the autoregression at frequency 0, relative to its mean over the frequencies used.
     spectrum = (1 - correlation) ** 2 / (1 - 2 * correlation * np.cos(frequencies) + correlation**2)
@@ -89,7 +89,15 @@ def _first_correlation(centered: np.ndarray) -> float:
 def _autocovariances(centered: np.ndarray, lags: int) -> np.ndarray:
     """Return the autocovariances from lag 0 to `lags`. [lags + 1]"""
     items = len(centered)
-    return np.array([centered[lag:] @ centered[: items - lag] for lag in range(lags + 1)]) / items
+    products = [matmul(centered[None, lag:], centered[: items - lag, None]).item() for lag in range(lags + 1)]
+    return np.array(products) / items
+
+
+def matmul(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Multiply [rows, inner] by [inner, columns] with sums in one order: those of BLAS depend on its threads, which
+    nothing records, and a result must be reproduced to the bit."""
+    product: np.ndarray = np.einsum("ri,ic->rc", left, right)
+    return product
 
 
 def _last_significant_lag(significant: np.ndarray, run: int) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 from scipy import optimize
 from scipy.special import ndtr, ndtri, stdtrit
 
-from smelt.measure.bootstrap import automatic_block_length, long_run_error, sample_counts
+from smelt.measure.bootstrap import automatic_block_length, long_run_error, matmul, sample_counts
 from smelt.measure.eval_result import EvalResult
 from smelt.measure.metrics import CLASSIFICATION_METRICS, METRICS, item_mean
 
@@ -95,7 +95,8 @@ def _perplexity_quantiles(new: EvalResult, base: EvalResult, resamples: int, see
     resampled = []
     for counts in sample_counts(len(new.items), resamples, seed, block_length):
         weights = counts * new.weights
-        resampled.append(weights @ np.stack([new.items, base.items], axis=1) / weights.sum(axis=1, keepdims=True))
+        sums = matmul(weights, np.stack([new.items, base.items], axis=1))
+        resampled.append(sums / weights.sum(axis=1, keepdims=True))
     values, references = np.concatenate(resampled).T
     differences = np.exp(values) - np.exp(references)
     difference = _scaled_quantile(differences, new.value - base.value, influence)

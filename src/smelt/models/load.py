@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from contextlib import suppress
 from difflib import get_close_matches
@@ -31,6 +32,7 @@ from smelt.models.quantized_network import replace_module
 from smelt.models.tokenizer import TOKENIZER_FILES, load_tokenizer
 from smelt.models.weights import float_dtype, read_headers, read_safetensors, weight_files
 
+logger = logging.getLogger(__name__)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_SUFFIXES = {".gguf", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json", ".yaml"}
 _SKELETONS = {COMPRESSED_TENSORS: compressed_skeleton, MXFP4: mxfp4_skeleton}  # by quant_method
@@ -49,6 +51,7 @@ def load(spec: str | Path, *, dtype: torch.dtype | None = None, device: str = "c
     """
     _check_device(device)
     path = resolve(spec)
+    logger.debug("loading %s from %s on %s", spec, path, device)
     if packed and str(spec) in BUNDLED:
         path = bundled_gguf(str(spec)) or path
     if _is_artifact(path):
@@ -122,6 +125,7 @@ def source_files(spec: str | Path) -> dict[str, Path]:
 
 
 def _fetch_from_hub(hub_id: str, patterns: list[str]) -> Path:
+    logger.debug("asking the hub for %s, unless it is in the cache", hub_id)
     try:
         return Path(snapshot_download(hub_id, allow_patterns=patterns))
     except LocalEntryNotFoundError as error:

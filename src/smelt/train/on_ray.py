@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from smelt.errors import ConfigError, ResourceError, SmeltError, install_command
+from smelt.logs import show_logs
 from smelt.ray_start import join_cluster, restore_signal_handlers, set_ray_environment, start_local_ray
 from smelt.train.trainer import checkpoint
 from smelt.train.trainer.config import TrainConfig
@@ -38,6 +39,7 @@ from smelt.train.trainer.entrypoint import (
 )
 from smelt.train.trainer.run_folder import RunFolder, format_log_entry
 
+logger = logging.getLogger(__name__)
 _RAY_ENV = {"RAY_TRAIN_METRICS_ENABLED": "0"}
 _LOCAL_RAY_ENV = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}  # for machines that a cloud takes back
 _POLL_SECONDS = 5.0  # between two reads of a run's log
@@ -56,6 +58,7 @@ class _WorkerArgs:
 
 def main(argv: list[str] | None = None) -> None:
     args = _parse_args(argv)
+    show_logs()
     out = run_folder_path(args.config, args.out)
     options = {key: value for key, value in vars(args).items() if key not in ("config", "debug")}
     try:
@@ -188,7 +191,7 @@ def _fit(args: _WorkerArgs, workers: int, restarts: int) -> None:
     )
     thread = ThreadPoolExecutor(1, thread_name_prefix="ray")  # in the main thread Ray would take over Ctrl-C
     try:
-        _print_progress(thread.submit(trainer.fit), RunFolder(args.out), args.config.steps)
+        _log_progress(thread.submit(trainer.fit), RunFolder(args.out), args.config.steps)
     except train.TrainingFailedError as error:
         raise _find_cause(error, args.out) from error
     finally:
@@ -196,15 +199,15 @@ def _fit(args: _WorkerArgs, workers: int, restarts: int) -> None:
         shutil.rmtree(ray_folder, ignore_errors=True)
 
 
-def _print_progress(result: Future[Any], folder: RunFolder, steps: int) -> None:
-    """Wait, and print progress from the run's log: what workers print goes to Ray's logs."""
-    printed = folder.last_log_entry()
+def _log_progress(result: Future[Any], folder: RunFolder, steps: int) -> None:
+    """Wait, and log progress from the run's log file: what workers log goes to Ray's logs."""
+    logged = folder.last_log_entry()
     while not result.done():
         wait([result], timeout=_POLL_SECONDS)
         entry = folder.last_log_entry()
-        if entry is not None and entry != printed:
-            print(format_log_entry(entry, steps), file=sys.stderr, flush=True)
-        printed = entry
+        if entry is not None and entry != logged:
+            logger.info(format_log_entry(entry, steps))
+        logged = entry
     result.result()
 
 

@@ -68,7 +68,7 @@ from smelt.serve.engine.throughput import RequestWorkload, explain_slowdown, mea
 from smelt.version import __version__
 
 Say = Callable[[str], None]
-log = logging.getLogger("smelt.compression")
+logger = logging.getLogger(__name__)
 
 # Phases of a run, in order, around its steps.
 LOADING, BEFORE, AFTER = "loading", "measuring the source model", "measuring the result"
@@ -101,7 +101,7 @@ def compress(
     sign_key: Path | None = None,
     choices: Mapping[str, Any] | None = None,
     progress: RunProgress | None = None,
-    say: Say = log.info,
+    say: Say = logger.info,
 ) -> CompressionResult:
     """Compress a model by a recipe, and verify that the result reloads.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -21,7 +22,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from smelt.cache import cache_folder
+from smelt.kernels.dispatch import warn_of_fallback
 
+logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).parent / "source"
 HIGHWAY = Path("third_party") / "highway"  # in SOURCE; the portable SIMD instructions
 # Threads come from the OpenMP runtime that PyTorch has loaded: the library links none of its own, as two thread pools
@@ -52,7 +55,8 @@ def load_units(
         return None
     try:
         return _load(ensure_compiled(machine, units), declare)
-    except (OSError, subprocess.SubprocessError, AttributeError):
+    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+        warn_of_fallback(f"the CPU kernels cannot be compiled or loaded, so slower ones are used ({error!s:.200})")
         return None
 
 
@@ -67,6 +71,7 @@ def ensure_compiled(machine: str = NATIVE, units: Mapping[str, tuple[str, ...]] 
     compiler = find_compiler()
     path = cache_folder() / "kernels" / f"smelt-{_fingerprint(SOURCE, compiler, machine, tuple(units.items()))}.so"
     if not path.is_file():  # complete if it exists, since it is created by a rename
+        logger.info("compiling %s for this CPU, once", " and ".join(units))
         _compile(compiler, machine, path, units)
     status = path.stat()
     if status.st_uid not in (os.geteuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from smelt.kernels.dispatch import warn_of_fallback
 from smelt.kernels.gpu import hopper, hopper_config, hopper_layout, hopper_source, launch
 from smelt.kernels.gpu.activations import QuantizedRows, RowQuant
 from smelt.kernels.gpu.arch import num_sms
@@ -128,7 +129,8 @@ def shuffle_all(
     try:
         hopper.load_dequantize(layout, device)  # fails early where kernels cannot be compiled
         hopper.stream_k_workspace(device)  # before a CUDA graph is captured
-    except CudaError:
+    except CudaError as error:
+        warn_of_fallback(f"the kernels for Hopper GPUs cannot be compiled, so slower ones are used ({error!s:.200})")
         return None
     return [hopper_layout.shuffle(matrix, layout) for matrix in matrices]
 

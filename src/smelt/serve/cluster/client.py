@@ -22,7 +22,7 @@ from smelt.serve.cluster.replica import Replica
 from smelt.serve.worker.client import EngineClient, Observer, TokenEvent, WorkerDiedError, as_logprobs
 from smelt.serve.worker.messages import AbortSample, EngineReady, SubmitRequest, WorkerMessage, encode
 
-log = logging.getLogger("smelt.serve")
+logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 4  # to send a prompt to a replica before it counts as lost
 RETRY_SECONDS = 0.4  # between attempts: a replica whose engine died is idle, so Ray prefers it until it has ended
 LOST_SECONDS = 1.0  # without an answer, after which a replica counts as lost
@@ -117,7 +117,7 @@ class ClusterClient(EngineClient):
         deadline = time.monotonic() + max(timeout, 5.0)
         while self._serve.local and any(Path(f"/proc/{pid}").exists() for pid in pids):
             if time.monotonic() > deadline:
-                log.error("a replica's process has not ended")
+                logger.error("a replica's process has not ended")
                 return
             await asyncio.sleep(0.05)
 
@@ -156,7 +156,7 @@ class ClusterClient(EngineClient):
                 answers.cancel()
                 raise
             except Exception as error:  # any of Ray's errors means that this replica does not answer
-                log.warning("a replica did not finish a request: %s", type(error).__name__)
+                logger.warning("a replica did not finish a request: %s", type(error).__name__)
             if started_streaming:
                 break
             await asyncio.sleep(RETRY_SECONDS)

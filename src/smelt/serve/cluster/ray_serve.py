@@ -20,7 +20,7 @@ from smelt.ray_start import join_cluster, restore_signal_handlers, set_ray_envir
 from smelt.serve.cluster.placement import Placement
 
 T = TypeVar("T")
-log = logging.getLogger("smelt.serve")
+logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.25  # between polls while replicas start
 HEALTH_PERIOD, HEALTH_TIMEOUT = 1.0, 10.0  # seconds
 STOP_SECONDS = 5.0

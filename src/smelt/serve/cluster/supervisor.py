@@ -14,7 +14,7 @@ from smelt.serve.server.settings import ServerLimits, ServerSettings
 from smelt.serve.server.supervisor import CHECK_SECONDS, EngineSupervisor
 from smelt.serve.worker.client import Observer
 
-log = logging.getLogger("smelt.serve")
+logger = logging.getLogger(__name__)
 
 
 class ClusterSupervisor(EngineSupervisor):
@@ -42,10 +42,10 @@ class ClusterSupervisor(EngineSupervisor):
         while now - self._restarts[0] > self.limits.restart_window:
             self._restarts.popleft()
         if len(self._restarts) > self._allowed:
-            log.error("replica %s died after %d others; giving up", name, self._allowed)
+            logger.error("replica %s died after %d others; giving up", name, self._allowed)
             self.given_up.set()
             return
-        log.error("replica %s died; Ray starts another (%d of %d)", name, len(self._restarts), self._allowed)
+        logger.error("replica %s died; Ray starts another (%d of %d)", name, len(self._restarts), self._allowed)
         if self.metrics is not None:
             self.metrics.restarts.inc()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections import deque
@@ -26,6 +27,7 @@ from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.engine.scheduler import ScheduledBatch
 from smelt.serve.engine.structured_output import GrammarCompiler
 
+logger = logging.getLogger(__name__)
 WARMUP_TOKENS = 4  # output tokens of a warmup request
 
 
@@ -71,6 +73,7 @@ class Engine:
         self.vocab_size: int = model.network.config.get_text_config().vocab_size
         self.adapters = Adapters(model, config.adapters, max_loras=config.max_loras, max_lora_rank=config.max_lora_rank)
         self.scheduler, self.runner = build(model, config, self.adapters)
+        logger.debug("%s runs with %s, up to %d tokens", model.source or "the model", self.backend, self.max_model_len)
         self.grammar_compiler = GrammarCompiler(model.tokenizer, self.vocab_size, self.runner.eos_token_ids)
         self._inflight: deque[InflightBatch] = deque()
         self._num_submitted = 0

@@ -43,7 +43,7 @@ from smelt.serve.engine.scheduler import ScheduledBatch, Scheduler
 from smelt.serve.engine.sparse_runner import SparseRunner
 from smelt.serve.engine.tensor_parallel import RunnerSizes, TensorParallelRunner
 
-log = logging.getLogger("smelt.engine")
+logger = logging.getLogger(__name__)
 CACHE_SHARE = {"cpu": 0.3, "cuda": 0.8}  # of the free memory: the default size of the KV cache
 
 
@@ -148,7 +148,7 @@ def build(model: Model, config: EngineConfig, adapters: Adapters) -> tuple[Sched
             "this model has attention sinks, which need a complete KV cache; leave out eviction, selection and caps."
         )
     if config.compiled and model.device.type == "cuda" and resolved.eager_reason is not None:
-        log.warning("The network runs eagerly, which is slower than the fused path: %s.", resolved.eager_reason)
+        logger.warning("The network runs eagerly, which is slower than the fused path: %s.", resolved.eager_reason)
     if resolved.runs_fused:
         _dequantize_plain_layers(model)  # before the KV cache takes what memory is left
         if cache.kv_token_cap is None and cache.page_selection is None:  # as other runners run the module
@@ -172,7 +172,7 @@ def _dequantize_plain_layers(model: Model) -> None:
     plain = dequantize_without_kernel(model.network, model.network.dtype)
     if plain:
         formats = ", ".join(sorted({format_name(layer.scheme.weight) for layer in plain}))
-        log.warning(
+        logger.warning(
             "%d of %d quantized layers (%s) have no kernel on this device, so their weights were dequantized at load: "
             "they take as much memory and time as those of the dense model.", len(plain), total, formats,
         )  # fmt: skip
@@ -187,7 +187,7 @@ def _build_own_cache(resolved: _ResolvedConfig, reason: str) -> tuple[Scheduler,
             f"{reason}, so its KV cache is not paged: serve it without adapters, tensor parallelism and settings of "
             "the KV cache."
         )
-    log.warning("Requests run one after another with a cache of the network's own: %s.", reason)
+    logger.warning("Requests run one after another with a cache of the network's own: %s.", reason)
     bytes_per_block = block_bytes(model.anatomy, resolved.block_size, model.network.dtype)
     num_blocks = resolved.num_blocks(bytes_per_block, config.max_num_seqs * resolved.blocks_per_request, model.device)
     pool = BlockPool(num_blocks, resolved.block_size, enable_prefix_caching=False)

@@ -15,7 +15,7 @@ MODEL_DTYPE = "model"  # the model's own dtype
 KV_CACHE_DTYPES = (MODEL_DTYPE, *KV_QUANT_DTYPES)
 # Names of `smelt formats` with a paged kernel
 KV_DTYPE_OF_FORMAT = {"int8": INT8, "fp8-e4m3": FP8, "int4-asym": INT4, "int3-asym": INT3}
-log = logging.getLogger("smelt.engine")
+logger = logging.getLogger(__name__)
 
 
 def check_kv_cache_dtype(requested: str | None) -> None:
@@ -33,7 +33,7 @@ def resolve_kv_cache_dtype(model: Model, requested: str | None) -> str | None:
     dtype = _equivalent_dtype(model.kv, max(part.head_dim for part in model.anatomy.parts if part.kind == "heads"))
     if dtype is None:
         message = "%s was compressed for a KV cache in %s, which has no paged kernel; the model's own dtype is used."
-        log.warning(message, model.source or "this model", model.kv)
+        logger.warning(message, model.source or "this model", model.kv)
     return dtype
 
 

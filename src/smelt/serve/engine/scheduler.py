@@ -9,6 +9,7 @@ its tokens are recomputed later; no sampled token is lost.
 
 from __future__ import annotations
 
+import logging
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from smelt.errors import RequestError
 from smelt.serve.engine.kv_cache_manager import KVCacheManager
 from smelt.serve.engine.request import Request, RequestStatus
 
+logger = logging.getLogger(__name__)
 OUTPUT_RESERVATION = 8  # blocks are reserved for an output of one 8th of the prompt
 
 
@@ -148,6 +150,7 @@ class Scheduler:
         request.num_computed_tokens = 0
         request.preemptions += 1
         batch.preempted.append(request)
+        logger.debug("no block of the KV cache is free: a request is preempted (%d running)", len(self.running))
         self._enqueue(request)
 
     def _admit(self, batch: ScheduledBatch, budget: int) -> None:

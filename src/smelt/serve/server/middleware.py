@@ -13,7 +13,7 @@ from smelt.serve.server.auth import find_key, host_allowed, is_loopback, origin_
 from smelt.serve.server.errors import ApiError, ClientGoneError, as_api_error
 from smelt.serve.server.settings import ServerSettings
 
-log = logging.getLogger("smelt.serve")
+logger = logging.getLogger(__name__)
 _CLOSE = {"connection": "close"}
 DRAIN_FACTOR, DRAIN_SECONDS = 8, 1.0  # how much of a refused body is read and discarded, and for how long
 
@@ -43,7 +43,7 @@ class RequestGuard:
             return
         except Exception as error:
             if not isinstance(error, ApiError):
-                log.error("a request failed: %s at %s", type(error).__name__, _location(error))
+                logger.error("a request failed: %s at %s", type(error).__name__, _location(error))
             if started:
                 raise ConnectionAbortedError from None  # too late for an error response: close the connection
             await as_api_error(error).response(scope, receive, send)

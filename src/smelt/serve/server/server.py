@@ -7,13 +7,13 @@ import logging
 import resource
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import uvicorn
 
 from smelt.errors import SmeltError
+from smelt.logs import show_logs
 from smelt.serve.server.app import create_app
 from smelt.serve.server.auth import check_binding
 from smelt.serve.server.connection import TimedConnection
@@ -21,7 +21,7 @@ from smelt.serve.server.errors import ApiError
 from smelt.serve.server.service import Service, SupervisorFactory, supervise_subprocess
 from smelt.serve.server.settings import ServerSettings
 
-log = logging.getLogger("smelt.serve")
+logger = logging.getLogger(__name__)
 KEEP_ALIVE_SECONDS = 5  # that an idle connection stays open
 
 
@@ -81,12 +81,12 @@ class _ServerRun:
         host, port = self.listener.getsockname()[:2]
         address = f"[{host}]" if ":" in host else host
         self.listener.listen(config.backlog)  # before the message, since a client may connect as soon as it reads it
-        log.warning("%s is served at http://%s:%d (Ctrl-C stops it)", service.name, address, port)
+        logger.info("%s is served at http://%s:%d (Ctrl-C stops it)", service.name, address, port)
         await self.server.serve(sockets=[self.listener])
         for task in tasks:
             task.cancel()
         given_up = service.supervisor is not None and service.supervisor.given_up.is_set()
-        log.warning("stopped")
+        logger.info("stopped")
         return 1 if given_up else 0
 
     def _stop(self) -> None:
@@ -98,7 +98,7 @@ class _ServerRun:
         self.stopping.set()
         if self.server is None:
             return
-        log.warning("stopping; requests have %g seconds to finish", self.settings.limits.shutdown_timeout)
+        logger.info("stopping; requests have %g seconds to finish", self.settings.limits.shutdown_timeout)
         self.service.admission.close()
         self.server.should_exit = True
         asyncio.get_running_loop().call_later(self.settings.limits.shutdown_timeout, self._cancel)
@@ -141,12 +141,8 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 def _set_up_logging() -> None:
     """Log starts, stops and crashes to standard error; never anything of a request."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("smelt: %(message)s"))
-    for name, level in (("smelt.serve", logging.INFO), ("uvicorn.error", logging.CRITICAL)):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(level)
+    show_logs(prefix="smelt: ")
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
 
 def _raise_file_limit() -> None:

@@ -13,7 +13,7 @@ from smelt.serve.server.settings import ServerLimits
 from smelt.serve.worker.client import EngineClient
 from smelt.serve.worker.messages import EngineReady
 
-log = logging.getLogger("smelt.serve")
+logger = logging.getLogger(__name__)
 CHECK_SECONDS = 0.25  # between two checks of the process
 
 
@@ -47,7 +47,7 @@ class EngineSupervisor:
                 await asyncio.wait_for(self.client.lost.wait(), CHECK_SECONDS)
             except TimeoutError:
                 if self.client.silent_seconds > self.limits.step_timeout + CHECK_SECONDS:
-                    log.error("the engine finished no step for %g seconds; killing it", self.limits.step_timeout)
+                    logger.error("the engine finished no step for %g seconds; killing it", self.limits.step_timeout)
                     self.client.kill()
                 continue
             if self.metrics is not None:
@@ -59,16 +59,16 @@ class EngineSupervisor:
         while self._restarts and now - self._restarts[0] > self.limits.restart_window:
             self._restarts.popleft()
         if len(self._restarts) >= limit:
-            log.error("the engine's process died again after %d restarts; giving up", len(self._restarts))
+            logger.error("the engine's process died again after %d restarts; giving up", len(self._restarts))
             self.given_up.set()
             return
         self._restarts.append(now)
-        log.error("the engine's process died; restarting it (%d of %d)", len(self._restarts), limit)
+        logger.error("the engine's process died; restarting it (%d of %d)", len(self._restarts), limit)
         if self.metrics is not None:
             self.metrics.restarts.inc()
         try:
             await self.client.start()
-            log.warning("the engine is running again")
+            logger.info("the engine is running again")
         except SmeltError as error:
-            log.error("the engine could not be restarted: %s", error)
+            logger.error("the engine could not be restarted: %s", error)
             self.client.lost.set()

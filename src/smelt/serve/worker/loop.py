@@ -13,6 +13,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from smelt.errors import SmeltError
+from smelt.logs import show_logs
 from smelt.serve.worker.messages import (
     AbortSample,
     EngineReady,
@@ -134,6 +135,7 @@ class EngineWorker:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the process group: the server decides when to stop
         signal.signal(number, signal.SIG_IGN)
+    show_logs(prefix="smelt: ")
     pipe = Pipe(int(sys.argv[1]))
     try:
         EngineWorker(pipe).run()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 import traceback
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as distributed
 
 from smelt.errors import SmeltError
+from smelt.logs import show_logs
 from smelt.train.trainer.config import TrainConfig
 from smelt.train.trainer.distributed import exit_on_signal, init_distributed, print_error, report_lost_workers
 
@@ -92,8 +92,7 @@ def run_worker(
     transformers.logging.set_verbosity_error()
     with report_lost_workers(resume_hint):
         if distributed.get_rank() == 0:
-            logging.basicConfig(format="  %(message)s")
-            logging.getLogger("smelt.train").setLevel(logging.INFO)
+            show_logs()
         trainer = Trainer(config, out, device, resume=resume, resplit=resplit)
         resume_hint.current = trainer.resume_hint
         trainer.train()

@@ -9,9 +9,9 @@ as sent. DGC's own `clip` limits each rank's gradient before it is accumulated.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -39,7 +39,8 @@ from smelt.train.trainer.run_folder import RunFolder, format_log_entry
 from smelt.train.trainer.tasks import TrainingTask, build_task
 
 _MIN_LOSS_SCALE = 1e-4  # a scaler that fell below it skips every step
-_PRINT_INTERVAL = 5.0  # seconds
+logger = logging.getLogger(__name__)
+_LOG_INTERVAL = 5.0  # seconds
 
 
 class Trainer:
@@ -84,7 +85,7 @@ class Trainer:
         """Train to the last step, and save the model."""
         config = self.config
         self._started = perf_counter() - self.progress.seconds
-        self._last_print = -math.inf
+        self._last_logged = -math.inf
         while self.progress.step < config.steps:
             entry = self.train_step()
             step, is_last = self.progress.step, self.progress.step == config.steps
@@ -135,7 +136,7 @@ class Trainer:
         }
 
     def log(self, entry: dict[str, Any], is_last: bool) -> None:
-        """Append an entry to the run's log, and print one every few seconds; on rank 0 only."""
+        """Append an entry to the run's log file, and log one every few seconds; on rank 0 only."""
         if self.comm.rank:
             return
         self.folder.append_log(entry)
@@ -143,9 +144,9 @@ class Trainer:
             self._decision = self.gradient_sync.decision
             self._write_metadata()
         now = perf_counter()
-        if is_last or "evaluation" in entry or now - self._last_print > _PRINT_INTERVAL:
-            self._last_print = now
-            print(format_log_entry(entry, self.config.steps), file=sys.stderr, flush=True)
+        if is_last or "evaluation" in entry or now - self._last_logged > _LOG_INTERVAL:
+            self._last_logged = now
+            logger.info(format_log_entry(entry, self.config.steps))
 
     def _forward_backward(self, micro_step: int) -> Tensor:
         """Run forward and backward of one batch and return its loss, []; the last micro-step sends the gradients."""
@@ -208,7 +209,7 @@ class Trainer:
         if latest is not None:
             checkpoint.load(self.state, latest, self.comm, resplit=resplit)
         elif resume and self.comm.rank == 0:
-            print(f"  no checkpoint in {self.folder.checkpoints}; starting from the first step", file=sys.stderr)
+            logger.info("no checkpoint in %s; starting from the first step", self.folder.checkpoints)
         self._decision = self.folder.read_metadata().get("decision") if self.folder.exists() else None
         self.comm.all_gather(torch.zeros(1), "agreement")  # all ranks have read what is rewritten now
         if self.comm.rank == 0:

@@ -45,7 +45,7 @@ from smelt.train.gradients.reducer import MeanGradient, Reducer
 from smelt.train.gradients.settings import CompressionSettings
 from smelt.train.timing import synchronized_time
 
-log = logging.getLogger("smelt.train")
+logger = logging.getLogger(__name__)
 
 _BF16 = "bf16"
 _LINK_REPEATS = 2  # per message: a running training should not wait long for the measurement
@@ -204,7 +204,7 @@ class AutoCompression(BucketedCompression):
                     compressor, gradient, layout, self.reduction_comm, self._link, settings, best_seconds
                 )
             except ConfigError as error:  # the same on every rank: incompatible with the settings
-                log.info("auto leaves %s out: %s", compressor.name, error)
+                logger.info("auto leaves %s out: %s", compressor.name, error)
                 continue
             prediction = predict_compressor(result, copy_seconds)
             if self.reduction_comm is not self.comm:
@@ -215,7 +215,7 @@ class AutoCompression(BucketedCompression):
 
     def _decide(self) -> None:
         if self.comm.world_size == 1:
-            log.warning("auto: there is a single rank, so nothing is sent and nothing is compressed.")
+            logger.warning("auto: there is a single rank, so nothing is sent and nothing is compressed.")
             self._use([0] * len(self.buckets))
             return
         if not self._finite:  # a step that the gradient scaler will skip; measure the next one
@@ -235,9 +235,9 @@ class AutoCompression(BucketedCompression):
         choices = tuple(self.comm.broadcast(chosen, 0, "agreement").tolist())
         self.decision = AutoDecision(self._link, buckets, uncompressed, backward, other, choices)
         if self.comm.rank == 0:
-            log.info("auto: %s", self.decision.text())
+            logger.info("auto: %s", self.decision.text())
             if not any(choices):
-                log.warning("auto: on this link no method is predicted to pay; gradients are sent uncompressed.")
+                logger.warning("auto: on this link no method is predicted to pay; gradients are sent uncompressed.")
         self._use([self._candidate_indices[choice] for choice in choices])
         self._predictions = {}
 
