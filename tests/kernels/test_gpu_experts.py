@@ -218,7 +218,7 @@ def test_gates_are_quantized_by_the_scale_of_the_expert() -> None:
     routing, scale = routed(routings()["random"]), torch.rand(EXPERTS + 1, device=DEVICE) * 0.05 + 0.01
     quant = grouped.row_quant(ActivationQuant(get_format("int8"), scale))
     gate_up = torch.randn(routing.num_pairs, 64, device=DEVICE, dtype=HALF)
-    actual = act_and_mul_quantize(gate_up, quant, routing.row_experts)
+    actual = act_and_mul_quantize(gate_up, quant, row_experts=routing.row_experts)
     assert torch.equal(actual.scales, scale[routing.row_experts.long()])
     gate, up = gate_up.float().chunk(2, dim=1)
     values = torch.nn.functional.silu(gate) * up
