@@ -20,7 +20,7 @@ def test_interval_and_reference_share_one_scale() -> None:
     low, high = attribute_values(svg, "interval", "x1")[0], attribute_values(svg, "interval", "x2")[0]
     unit = (high - low) / 1.5
     assert dot == pytest.approx(low + 0.5 * unit, abs=0.1) and reference == pytest.approx(dot - 3.5 * unit, abs=0.1)
-    assert 0 < reference < low < dot < high < 100
+    assert 0 < reference < low < dot < high < 100 and reference == pytest.approx(100 - high, abs=0.1)
     ticks = {int(text): float(x) for x, text in re.findall(r'<text x="([\d.]+)%" y="82"[^>]*>(\d+)<', svg)}
     assert ticks and all(x == pytest.approx(reference + value * unit, abs=0.1) for value, x in ticks.items())
 
@@ -72,3 +72,4 @@ def test_cells_keep_their_positions() -> None:
     svg = cells({0, 2}, 4, "head")
     assert attribute_values(svg, "cell kept", "x") == pytest.approx([1.5, 51.5])
     assert attribute_values(svg, "cell removed", "x") == pytest.approx([26.5, 76.5])
+    assert attribute_values(svg, "cell kept", "width") == pytest.approx([22.0, 22.0]), "cells do not overlap"

@@ -41,6 +41,7 @@ def test_every_run_is_a_point_and_a_bar(runs: list[dict[str, Any]]) -> None:
     places = re.findall(r'<circle cx="([\d.]+)%" cy="([\d.]+)"', plot)
     by_size, by_quality = ([float(place[axis]) for place in places] for axis in (0, 1))
     assert by_size[2] < by_size[1] < by_size[0] and by_quality[1] < by_quality[2] < by_quality[0]
+    assert float(re.findall(r'<text x="([\d.]+)%"[^>]*>0</text>', plot)[0]) < by_size[2], "sizes start at 0"
     bars = re.findall(r'<rect x="0" y="2" width="([\d.]+)%"', html)
     assert bars[:2] == [f"{100 * 453_118_464 / 538_060_032:.2f}", f"{100 * 171 / 538.060032:.2f}"]
     assert html.count("axis-title") > 4
@@ -48,8 +49,9 @@ def test_every_run_is_a_point_and_a_bar(runs: list[dict[str, Any]]) -> None:
 
 def test_every_completion_is_shown_once(runs: list[dict[str, Any]]) -> None:
     text = Page(render_comparison(runs)).text
-    for completion in (" Paris. It is the largest", " Paris, the city", " Paris, too."):
-        assert text.count(completion) == 1
+    completions = (" Paris. It is the largest", " Paris, the city", " Paris, too.")  # of the source, then of each run
+    assert [text.count(completion) for completion in completions] == [1, 1, 1]
+    assert sorted(completions, key=text.index) == list(completions)
     for run in runs:
         item = {"text": "a film", "label": "good", "before": "good", "after": run["name"]}
         run.update(samples=[], predictions=[item])
@@ -63,6 +65,15 @@ def test_what_cannot_be_compared_is_said(runs: list[dict[str, Any]]) -> None:
     assert len(differences(runs)) == 2 and headings(runs) == ["", "pruned", "w4"]
     html = render_comparison(runs)
     assert html.count('class="warning"') == 2 and "Quality against size" not in html
+
+
+def test_machines_that_differ_are_all_listed(runs: list[dict[str, Any]]) -> None:
+    assert render_comparison(runs).count("<h2>Measured on</h2>") == 1
+    runs[1]["machine"] = {**runs[1]["machine"], "cpu": "another CPU"}
+    text = Page(render_comparison(runs)).text
+    assert "Measured on" not in text
+    first, second = text.split("pruned was measured on")[1].split("w4 was measured on")
+    assert runs[0]["machine"]["cpu"] in first and "another CPU" not in first and "another CPU" in second
 
 
 def test_hostile_text_is_escaped(runs: list[dict[str, Any]]) -> None:

@@ -210,7 +210,7 @@ def test_facts_of_a_step_are_said_in_words(run: dict[str, Any]) -> None:
     facts = {
         "repaired": 60, "gave_up": False, "bytes_before": 538_060_032, "bytes_after": 171_000_000, "head_untied": True,
         "widths_without_hadamard": [], "error_share": {"underflow": 0.25, "rounding": 0.75}, "some_new_fact": [3, 5],
-        "block_parameters_before": 7,
+        "block_parameters_before": 7, "loss_before": 2.5,
     }  # fmt: skip
     run["steps"] = [{"name": "m", "facts": facts}]
     html = render(run)
@@ -221,6 +221,7 @@ def test_facts_of_a_step_are_said_in_words(run: dict[str, Any]) -> None:
         "head untied from the embedding",
         "error share: underflow 0.25, rounding 0.75",
         "some new fact: 3, 5",
+        "loss before: 2.5",
     ]
 
 
@@ -287,6 +288,11 @@ def test_what_the_speed_guard_decided_is_said(run: dict[str, Any], timed: bool) 
     run["steps"][1]["speed_guard"]["layers"] = {f"model.layers.{i}.mlp.up_proj": times for i in range(2)}
     text = Page(render(run)).text
     assert "int4 1.30x, int8 0.80x" in text and text.count("mlp.up_proj") == 1
+
+
+def test_a_share_changes_by_a_difference_also_from_one(run: dict[str, Any]) -> None:
+    run["quality"] = {"metric": "accuracy", "before": 1.0, "after": 0.9, "higher_is_better": True}
+    assert "−0.1000 (worse)" in Page(render(run)).text
 
 
 def test_a_quality_change_within_its_interval_is_not_called_worse(run: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ def render_comparison(runs: Sequence[Run]) -> str:
         _bars(runs),
         _samples(runs),
         section("Recipes", *(details(str(run["name"]), tag("pre", run.get("recipe", ""))) for run in runs)),
-        sections.machine(runs[0]),
+        *_machines(runs),
         tag("footer", "Written by Smelt."),
     )
 
@@ -185,6 +185,13 @@ def _bar_chart(title: str, values: dict[str, tuple[float, str]], axis_title: str
     ]
     below = [tag("span"), axis_below(longest, axis_title), tag("span")]
     return join(tag("h3", title), tag("div", *lines, *below, class_="timing named"))
+
+
+def _machines(runs: Sequence[Run]) -> list[Markup | None]:
+    """List hardware and versions once, or of every run if they differ."""
+    if len({str(run.get("machine")) for run in runs}) == 1:
+        return [sections.machine(runs[0])]
+    return [sections.machine(run, f"{run['name']} was measured on") for run in runs]
 
 
 def _samples(runs: Sequence[Run]) -> Markup | None:

@@ -99,12 +99,12 @@ def passport(run: Run) -> Markup | None:
     return section("Passport", origin, files)
 
 
-def machine(run: Run) -> Markup | None:
+def machine(run: Run, heading: str = "Measured on") -> Markup | None:
     """List hardware and versions."""
     pairs = [
         join(tag("dt", label), tag("dd", words)) for label, words in map(_fact, (run.get("machine") or {}).items())
     ]
-    return section("Measured on", tag("dl", *pairs)) if pairs else None
+    return section(heading, tag("dl", *pairs)) if pairs else None
 
 
 def _fact(item: tuple[str, object]) -> tuple[str, str]:
