@@ -42,6 +42,10 @@ from smelt.models.model import Model
 
 W8A8 = {"method": "rtn", "bits": 8, "group_size": -1, "symmetric": True, "input_activations": "int8"}
 HQQ4 = {"method": "hqq", "bits": 4, "group_size": 64}
+EIGHT_BITS = {
+    "W8A8 dynamic (rtn)": [W8A8],
+    "W8A8 dynamic, int8 embeddings (rtn)": [{**W8A8, "embeddings": "int8"}],
+}
 INT4 = {"int4, groups of 64 (hqq)": [HQQ4]}
 ROTATED_INT4 = {"rotated, int4, groups of 64 (hqq)": [{"method": "rotate"}, HQQ4]}
 IMAGE_RECIPES: dict[str, list[dict[str, Any]]] = {
@@ -72,7 +76,7 @@ def main() -> None:
 def language_rows(file: Path, folder: Path, done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield a row for the model of a GGUF file and for each recipe, except those of an earlier run."""
     rotatable = read_gguf(file).metadata["general.architecture"] not in NOT_ROTATABLE
-    recipes = {"W8A8 dynamic (rtn)": [W8A8], **(ROTATED_INT4 if rotatable else INT4)}
+    recipes = {**EIGHT_BITS, **(ROTATED_INT4 if rotatable else INT4)}
     names = {row["name"] for row in done}
     if BASE not in names:
         yield _language_row(file, BASE, load(file))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,6 +35,14 @@ def shared() -> Path:
     if not (folder / "data").is_dir():
         pytest.skip("the real data and weights are not here (set SMELT_SHARED to their folder)")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _onednn() -> Iterator[None]:
+    """Enable oneDNN again after a test: on some ARM CPUs PyTorch disables it at the first product in bfloat16, which
+    changes the last bits of float32 results in later tests."""
+    yield
+    torch.backends.mkldnn.set_flags(True)
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -214,3 +215,15 @@ def test_a_missing_device(bert: Path) -> None:
     for device in ("cuda:99", "abacus"):
         with pytest.raises(ModelError, match=f"'{device}' is not usable here"):
             load(bert, device=device)
+
+
+def test_a_bfloat16_model_does_not_change_the_arithmetic_in_the_middle(tmp_path: Path) -> None:
+    """On ARM CPUs without bfloat16 PyTorch disables oneDNN at its first such product; loading does it before."""
+    BUILDS["llama"]().to(torch.bfloat16).save_pretrained(tmp_path)
+    network = load(tmp_path).network
+    x, weight, bias = torch.randn(24, 32), torch.randn(64, 32), torch.randn(64)
+    before = torch.nn.functional.linear(x, weight, bias)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")  # nor does it warn
+        network(input_ids=torch.arange(5, 25)[None])
+    assert torch.equal(torch.nn.functional.linear(x, weight, bias), before)

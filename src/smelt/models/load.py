@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 import re
 from contextlib import suppress
 from difflib import get_close_matches
@@ -55,10 +56,13 @@ def load(spec: str | Path, *, dtype: torch.dtype | None = None, device: str = "c
     if packed and str(spec) in BUNDLED:
         path = bundled_gguf(str(spec)) or path
     if _is_artifact(path):
-        return load_artifact(path, dtype=dtype, device=device)
+        model = load_artifact(path, dtype=dtype, device=device)
+        _settle_arithmetic(model.network.dtype, device)
+        return model
     if packed and dtype is None and device.startswith("cuda"):
         dtype = torch.bfloat16 if path.is_file() else None  # packed matmuls run in half precision on GPU
     network, tokenizer = _load_gguf(path, dtype, packed) if path.is_file() else _load_folder(path, dtype)
+    _settle_arithmetic(network.dtype, device)
     try:
         return Model(
             network.to(device),
@@ -149,6 +153,17 @@ def _check_device(device: str) -> None:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ModelError(f"the device {device!r} is not usable here ({one_line(error)}); use cpu.") from error
+
+
+def _settle_arithmetic(dtype: torch.dtype, device: str) -> None:
+    """Disable oneDNN for bfloat16 on ARM CPUs without bfloat16 instructions.
+
+    PyTorch does so itself when the first such product fails, with a long warning, and from then on results in float32
+    differ in the last bits: a resumed run would not give the bytes of an uninterrupted one.
+    """
+    arm = platform.machine() in ("aarch64", "arm64")
+    if dtype == torch.bfloat16 and device == "cpu" and arm and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        torch.backends.mkldnn.set_flags(False)
 
 
 def _load_folder(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
