@@ -155,9 +155,9 @@ def _row(file: Path, name: str, model: Model, metric: str, value: float) -> dict
 
 def _text(rows: list[dict[str, Any]]) -> str:
     cells = []
-    base: dict[str, Any] = {}
-    for row in rows:
-        base = row if row["name"] == BASE else base
+    bases = {row["model"]: row for row in rows if row["name"] == BASE}
+    for row in sorted(rows, key=lambda row: list(bases).index(row["model"])):  # a resumed run may return to a model
+        base = bases[row["model"]]
         size = f"{row['bytes'] / 1e6:.1f} MB ({row['bytes'] / base['bytes']:.3f})"
         change = ""
         if row["metric"] == "perplexity":
@@ -175,8 +175,8 @@ def _text(rows: list[dict[str, Any]]) -> str:
         "after a BOS token if the tokenizer adds one. Their weights come dequantized from Q4_K_M files (blocks of 32 "
         "weights, 4 to 8 bits), so 8 bits are more than they hold; a rotation leaves that grid without changing what "
         "the network computes. Gemma 3 cannot be rotated, since it normalizes what attention and feed-forward add to "
-        "the residual stream; its groups of 64 are not the blocks of the file. Embeddings and head stay in float32: in "
-        "Gemma they are most of the bytes.\n\n"
+        "the residual stream; its groups of 64 are not the blocks of the file. Embeddings and head stay in float32 "
+        "unless a row says otherwise: in Gemma they are most of the bytes.\n\n"
         "MobileNetV2: no labeled ImageNet images are at hand, so its predictions are compared with those of float32 on "
         f"{IMAGES} CIFAR-10 test images scaled to 224 pixels, for which it was not trained.\n\n"
     ) + table(["model", "compression", "quality", "change", "weight bytes"], cells)
