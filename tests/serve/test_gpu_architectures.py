@@ -6,40 +6,20 @@ On a CUDA device with CUDA graphs, elsewhere under Triton's interpreter.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.kernels.triton_device import DEVICE  # isort: skip  (before anything imports Triton)
 
-from smelt.kernels import linear
-from smelt.kernels.gpu import grouped, launch
-from smelt.kernels.gpu.linear import EightBit, WeightOnly
 from smelt.models.load import load
 from smelt.runtime.gpu_experts import unsupported_reason
-from smelt.serve.engine import factory
 from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.factory import paged_gpu_runner, paged_runner
 from smelt.serve.engine.sampling_params import SamplingParams
 from tests.architectures import ARCHITECTURES
+from tests.serve.gpu_runner import small_tiles  # noqa: F401  (a fixture)
 
 _PROMPTS = [[(7 * i + 3) % 80 + 5 for i in range(19)], [(5 * i + 11) % 80 + 5 for i in range(9)]]
-
-
-@pytest.fixture(autouse=True)
-def _gpu_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enable the GPU runner also without a CUDA device, with small tiles for the interpreter."""
-
-    def select_runner(resolved: Any, num_blocks: int) -> Any:
-        return (paged_gpu_runner if resolved.config.compiled else paged_runner)(resolved, num_blocks)
-
-    monkeypatch.setattr(factory, "paged_runner", select_runner)
-    if DEVICE == "cpu":
-        monkeypatch.setattr(launch, "gemm_config", lambda batch, matrix, integer: (64, 16, 4, 1))
-        monkeypatch.setattr(grouped, "dense_config", lambda tile_size: (64, 64, 4, 1))
-        monkeypatch.setattr(linear, "_kernels", {kernel.name: kernel for kernel in (WeightOnly(), EightBit())})
-        monkeypatch.setattr(linear, "_unloaded", [])
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.kernels.triton_device import DEVICE, HALF, distance  # isort: skip  (before anything imports Triton)
 
-from smelt.kernels import linear
-from smelt.kernels.gpu import grouped, launch
 from smelt.kernels.gpu.fused_ops import norm_and_clip_qkv
 from smelt.kernels.gpu.grouped import GroupedDense, GroupedPacked
-from smelt.kernels.gpu.linear import EightBit, WeightOnly
 from smelt.models.experts import split_experts
 from smelt.models.model import Model
 from smelt.models.quantization_scheme import QuantizationScheme
@@ -30,29 +27,13 @@ from smelt.models.quantized_network import dequantize_without_kernel
 from smelt.numerics import get_format
 from smelt.runtime.decoder import mixtures
 from smelt.runtime.gpu_experts import FusedExperts, unsupported_reason
-from smelt.serve.engine import factory
 from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.factory import paged_gpu_runner, paged_runner
 from smelt.serve.engine.sampling_params import SamplingParams
 from tests.mixtures import BUILDS, HIDDEN, PLAIN, fused
+from tests.serve.gpu_runner import small_tiles  # noqa: F401  (a fixture)
 from tests.serve.test_engine import SMALL, answers, expected, prompts
 
 TOLERANCE = 2e-2  # of half precision: a rounding of activations that are quantized next may change their codes
-
-
-@pytest.fixture(autouse=True)
-def _gpu_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enable the GPU runner also without a CUDA device, with small tiles for the interpreter."""
-
-    def select_runner(resolved: Any, num_blocks: int) -> Any:
-        return (paged_gpu_runner if resolved.config.compiled else paged_runner)(resolved, num_blocks)
-
-    monkeypatch.setattr(factory, "paged_runner", select_runner)
-    if DEVICE == "cpu":
-        monkeypatch.setattr(launch, "gemm_config", lambda batch, matrix, integer: (64, 16, 4, 1))
-        monkeypatch.setattr(grouped, "dense_config", lambda tile_size: (64, 64, 4, 1))
-        monkeypatch.setattr(linear, "_kernels", {kernel.name: kernel for kernel in (WeightOnly(), EightBit())})
-        monkeypatch.setattr(linear, "_unloaded", [])
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float32) -> Model:

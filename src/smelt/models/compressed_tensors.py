@@ -24,7 +24,7 @@ from smelt.models.network import empty_network, parameters_on_meta
 from smelt.models.quantization_scheme import QuantizationScheme
 from smelt.models.quantized import STATIC_SCALE, QuantizedLinear, quantized_layers
 from smelt.models.quantized_network import prepare_quantized_layers
-from smelt.models.weights import TensorHeader, float_dtype, read_headers, read_safetensors
+from smelt.models.weights import TensorHeader, check_header, float_dtype, read_headers, read_safetensors
 from smelt.numerics.catalog import FORMATS
 from smelt.numerics.elements import E4M3
 from smelt.numerics.format import PER_ROW, PER_TENSOR, Format
@@ -250,12 +250,7 @@ def _check_layer(
     if layer.scheme.weight.group_size > 0 and layer.in_features % layer.scheme.weight.group_size:
         raise ModelError(f"{folder}: groups of {layer.scheme.weight.group_size} do not divide the inputs of {path}.")
     for name, (shape, dtypes) in _expected_tensors(layer, storage).items():
-        header = headers.get(f"{path}.{name}")
-        if header is None:
-            raise ModelError(f"{folder}: the weights lack {path}.{name}.")
-        if header.shape != shape or header.dtype not in dtypes:
-            mismatch = f"{header.dtype} {list(header.shape)} and not {' or '.join(dtypes)} {list(shape)}"
-            raise ModelError(f"{folder}: {path}.{name} is {mismatch} as the quantization_config says.")
+        check_header(headers, f"{path}.{name}", shape, dtypes, folder)
 
 
 def _to_packed_tensors(

@@ -23,7 +23,7 @@ from smelt.models.network import empty_network, parameters_on_meta
 from smelt.models.quantization_scheme import QuantizationScheme
 from smelt.models.quantized import quantized_layers
 from smelt.models.quantized_network import prepare_quantized_layers
-from smelt.models.weights import TensorHeader, float_dtype, read_headers, read_safetensors
+from smelt.models.weights import TensorHeader, check_header, float_dtype, read_headers, read_safetensors
 from smelt.numerics.catalog import FORMATS
 
 _FORMAT = FORMATS["mxfp4"]
@@ -123,12 +123,7 @@ def _check_layers(
             ("scales", blocks, ("U8",)),
             ("bias", (num_experts, rows), ("BF16", "F16", "F32")),
         ):
-            header = headers.get(f"{layer.stored}_{part}")
-            if header is None:
-                raise ModelError(f"{folder}: the weights lack {layer.stored}_{part}.")
-            if header.shape != shape or header.dtype not in dtypes:
-                mismatch = f"{header.dtype} {list(header.shape)} and not {' or '.join(dtypes)} {list(shape)}"
-                raise ModelError(f"{folder}: {layer.stored}_{part} is {mismatch} as the config says.")
+            check_header(headers, f"{layer.stored}_{part}", shape, dtypes, folder)
         shapes |= {f"{layer.path}.{name}": tuple(tensor.shape) for name, tensor in module.state_dict().items()}
         shapes[f"{layer.path}.bias"] = (module.out_features,)
     check_shapes(outline, shapes, folder)

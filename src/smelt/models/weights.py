@@ -112,6 +112,18 @@ def _check_layout(headers: dict[str, TensorHeader], data_bytes: int, path: Path)
         raise ModelError(f"{path} is cut off or damaged: its header describes {position} bytes, it has {data_bytes}.")
 
 
+def check_header(
+    headers: dict[str, TensorHeader], name: str, shape: tuple[int, ...], dtypes: tuple[str, ...], folder: Path
+) -> None:
+    """Raise if a tensor is missing or has another shape or dtype than the config of its folder says."""
+    header = headers.get(name)
+    if header is None:
+        raise ModelError(f"{folder}: the weights lack {name}.")
+    if header.shape != shape or header.dtype not in dtypes:
+        mismatch = f"{header.dtype} {list(header.shape)} and not {' or '.join(dtypes)} {list(shape)}"
+        raise ModelError(f"{folder}: {name} is {mismatch} as the quantization_config says.")
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a folder: a single file, or those listed in its index."""
     if (folder / INDEX).is_file():
