@@ -211,7 +211,7 @@ def test_projections_in_half_precision_equal_hooks(tmp_path: Path, name: str, to
         hidden = x.clone()
         actual_qkv = attention[0].norm_forward(hidden, None, part.norm, tiles)
         residual = attention[1].forward_add(qkv[:, :256].contiguous(), hidden, tiles)
-        gated = feed_forward[0].norm_forward_gated(hidden, residual, ffn.norm, None, tiles)
+        gated = feed_forward[0].norm_forward_gated(hidden, residual, ffn.norm, ffn.activation, None, tiles)
         actual = hidden + feed_forward[1].forward_add(gated, hidden, tiles)
     tolerance = 0.02 if DEVICE == "cuda" else 0.004
     assert distance(actual_qkv, qkv) < tolerance

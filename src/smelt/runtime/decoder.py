@@ -283,7 +283,9 @@ def _build_mixture(network: Any, block: Block) -> MixtureOfExperts | None:
     assert norm is not None
     config, activation = network.config, _activation(network.config)
     if layout.clamped_experts:
-        activation = GatedActivation("swiglu_oai", float(config.swiglu_alpha), float(config.swiglu_limit))
+        # Both are constants of the module in older versions of transformers.
+        alpha, limit = getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)
+        activation = GatedActivation("swiglu_oai", float(alpha), float(limit))
     return MixtureOfExperts(
         norm=norm,
         router=router.weight.detach(),
