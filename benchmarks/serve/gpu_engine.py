@@ -38,7 +38,7 @@ COMMON = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128
 
 def main() -> None:
     options = _options()
-    rows = previous_rows("serve_gpu", options.resume)
+    rows = previous_rows(options.name, options.resume)
     bandwidth = copy_bandwidth()
     measures: list[tuple[str, Any]] = [("engine", lambda network, shape: ours(network, shape, bandwidth))]
     if options.peers:
@@ -47,7 +47,7 @@ def main() -> None:
         for shape in options.shapes:
             network = random_network(shape)  # one per engine, which rearranges its weights
             rows += _guarded(shape, name, lambda n=network, s=shape, m=measure: m(n, s))
-            write("serve_gpu", rows, _text(rows, bandwidth))
+            write(options.name, rows, _text(rows, bandwidth))
             del network
             torch.cuda.empty_cache()
 
@@ -57,6 +57,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--name", default="serve_gpu", help="of the results file")
     return parser.parse_args()
 
 
