@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from smelt.errors import RequestError
 from smelt.models.model import Model
+from smelt.serve.engine import structured_output
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.sampling_params import SamplingParams, StructuredOutputParams
 from tests.serve.test_detokenizer import byte_tokenizer
@@ -48,6 +49,37 @@ def answer(engine: Engine, constraint: StructuredOutputParams, **more: Any) -> l
     outputs = engine.generate(["write: "], sampling)
     assert all(output.reason == "stop" for output in outputs), [output.text for output in outputs]
     return [output.text for output in outputs]
+
+
+def test_a_constraint_is_compiled_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, constraint = engine.grammar_compiler, StructuredOutputParams("regex", "[ab]{3}")
+    assert compiler.cached_matcher(constraint) is None
+    first = answer(engine, constraint)
+    monkeypatch.setattr(compiler, "_compile", lambda _: pytest.fail("compiled again"))
+    assert answer(engine, StructuredOutputParams("regex", "[ab]{3}")) == first
+    assert compiler.cached_matcher(constraint) is not None
+
+
+def test_the_oldest_grammars_are_dropped(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured_output, "MAX_CACHED_GRAMMARS", 2)
+    constraints = [StructuredOutputParams("regex", pattern) for pattern in ("a{2}", "a{3}", "a{4}")]
+    for constraint in (*constraints[:2], constraints[0], constraints[2]):
+        engine.grammar_compiler.matcher(constraint)
+    found = [engine.grammar_compiler.cached_matcher(constraint) is not None for constraint in constraints]
+    assert found == [True, False, True]
+
+
+@pytest.mark.parametrize("constraint", [("schema", '{"$ref": "#"}'), ("regex", r"[^\s\S]")])
+def test_what_no_answer_satisfies_is_refused(engine: Engine, constraint: tuple[str, str]) -> None:
+    with pytest.raises(RequestError, match=r"no answer satisfies|cannot be followed"):
+        engine.submit([1], SamplingParams(structured_output=StructuredOutputParams(*constraint)))
+    assert not engine.busy
+
+
+def test_an_answer_that_cannot_be_completed_is_an_error(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="too complex"):
+        answer(engine, StructuredOutputParams("regex", "(((a{50,200}){50,200}){50,200}){50,200}"), n=2)
+    assert not engine.busy and engine.state()["blocks_used"] == 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 5.0])

@@ -80,6 +80,8 @@ def test_other_formats(client: openai.OpenAI, constraint: dict[str, Any], patter
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strange"}}}},
         {"structured_outputs": {"regex": "("}},
         {"structured_outputs": {"regex": "a" * 70_000}},
+        {"structured_outputs": {"regex": "[^\\s\\S]"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}},
         {"structured_outputs": {"regex": 3}},
         {"structured_outputs": {"choice": []}},
         {"structured_outputs": {"choice": ["a", ""]}},
@@ -97,6 +99,24 @@ def test_invalid_formats_are_refused_before_anything_is_sent(
     body = {"model": NAME, "prompt": "hi", "stream": stream, **wrong}
     response = server.http.post(f"{server.url}/v1/completions", json=body)
     assert response.status_code == 400 and response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_cannot_be_completed_is_an_error(server: Server, stream: bool) -> None:
+    """The first token can be chosen; the next step takes more work than is allowed."""
+    wrong = {"regex": "(((a{50,200}){50,200}){50,200}){50,200}"}
+    body = {"model": NAME, "prompt": "hi", "stream": stream, "max_tokens": 100, "structured_outputs": wrong}
+    response = server.http.post(f"{server.url}/v1/completions", json=body)
+    if stream:
+        assert response.status_code == 200
+        events = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
+        assert events[-1] == "[DONE]" and 'finish_reason":"stop' not in response.text
+        error = json.loads(events[-2])["error"]
+    else:
+        assert response.status_code == 400
+        error = response.json()["error"]
+    assert "too complex" in error["message"]
+    server.wait_until_idle()
 
 
 def test_adapters_are_models(model_folder: Path, tmp_path: Path) -> None:

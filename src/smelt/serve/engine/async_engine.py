@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 
-from smelt.errors import ModelError
+from smelt.errors import ModelError, RequestError
 from smelt.serve.engine.detokenizer import Detokenizer, TextDelta
 from smelt.serve.engine.engine import Engine, Event
 from smelt.serve.engine.request import Request
@@ -43,6 +43,8 @@ class AsyncEngine:
         if tokenizer is None:
             raise ModelError("this model has no tokenizer, so it cannot generate text.")
         tokens = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+        if sampling.structured_output is not None:  # not in the thread that runs steps
+            await asyncio.to_thread(self.engine.grammar_compiler.matcher, sampling.structured_output)
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event | Exception]()
 
         def listen(event: Event | Exception) -> None:
@@ -58,6 +60,8 @@ class AsyncEngine:
                 event = await events.get()
                 if isinstance(event, Exception):
                     raise event
+                if event.request.error:
+                    raise RequestError(event.request.error)
                 sample = event.request.id.sample
                 delta = detokenizers[sample].update([] if event.token is None else [event.token], event.reason, sample)
                 if sample in unfinished and (delta.text or delta.reason):

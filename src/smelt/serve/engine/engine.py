@@ -37,7 +37,7 @@ class Event(NamedTuple):
     request: Request
     token: int | None = None
     logprobs: Logprobs | None = None
-    reason: str = ""  # not empty: the request has finished
+    reason: str = ""  # not empty: the request has finished; `error`: `request.error` says why
 
 
 @dataclass(frozen=True)
@@ -248,13 +248,18 @@ class Engine:
             self.scheduler.on_token(request, token)
             if request.matcher is not None:
                 request.matcher.accept_token(token)
+                request.error = request.matcher.error
+            if request.error:
+                self.scheduler.finish(request, "error")
+                events.append(Event(request, reason="error"))
+                continue
             num_logprobs = request.sampling.logprobs
             logprobs = None if num_logprobs is None else output.logprobs(row, num_logprobs)
             reason = self._finish_reason(request, token)
             if reason:
                 self.scheduler.finish(request, reason)
             events.append(Event(request, token, logprobs, reason))
-        self._counts["generated_tokens"] += len(events)
+        self._counts["generated_tokens"] += sum(event.token is not None for event in events)
         return events
 
     def _finish_reason(self, request: Request, token: int) -> str:
@@ -283,6 +288,10 @@ class Engine:
                 pending[request] = _PendingOutput(prompt, Detokenizer(tokenizer, tokens, sampling.stop))
         while self.busy:
             for event in self.step():
+                if event.request.error:
+                    for request in pending:
+                        self.abort(request)
+                    raise RequestError(event.request.error)
                 if pending[event.request].add(event) and not event.reason:
                     self.scheduler.finish(event.request, "stop")
         return [output.build(request) for request, output in pending.items()]

@@ -61,7 +61,8 @@ class Request:
     started: float = 0.0  # when that was, by time.monotonic()
     matcher: GrammarMatcher | None = None  # for structured output
     parent: Request | None = None  # the sibling whose prompt it shares, until that one is computed
-    reason: str = ""  # why it finished: stop, length, abort
+    reason: str = ""  # why it finished: stop, length, abort, error
+    error: str = ""  # why its answer could not be completed
 
     def __post_init__(self) -> None:
         self.tokens = self.tokens or list(self.prompt)

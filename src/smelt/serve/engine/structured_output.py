@@ -1,12 +1,15 @@
 """Structured output by llguidance (an extra): JSON, a JSON schema, a regular expression or a grammar.
 
 A matcher tracks one answer and masks the tokens that may not come next. The cost of a constraint is bounded: its text,
-its grammar, and the work per step.
+its grammar, and the work per step. Compiled grammars are cached. llguidance releases the GIL, so that a server compiles
+them in a thread while the engine runs steps.
 """
 
 from __future__ import annotations
 
 import json
+import threading
+from collections import OrderedDict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -25,25 +28,51 @@ PARSER_LIMITS: dict[str, Any] = {
 }
 # A single layout: with flexible whitespace a model could write whitespace forever.
 JSON_LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+MAX_CACHED_GRAMMARS = 128
 INSTALL_HINT = f"structured output needs llguidance: {install_command('serve')}."
 
 
 class GrammarCompiler:
-    """Compile constraints to matchers for one tokenizer."""
+    """Compile constraints to matchers for one tokenizer, each once. Usable from several threads."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_token_ids: tuple[int, ...]
     ) -> None:
         self._hf_tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
+        self._cache: OrderedDict[StructuredOutputParams, GrammarMatcher] = OrderedDict()
+        self._lock = threading.Lock()
 
     def matcher(self, params: StructuredOutputParams) -> GrammarMatcher:
-        """Return a matcher at the start of an answer; raise RequestError for an invalid constraint."""
+        """Return a matcher at the start of an answer; raise RequestError for a constraint that no answer satisfies."""
+        matcher = self.cached_matcher(params)
+        if matcher is None:
+            matcher = self._compile(params)
+            with self._lock:
+                self._cache[params] = matcher
+                while len(self._cache) > MAX_CACHED_GRAMMARS:
+                    self._cache.popitem(last=False)
+        return matcher.copy()
+
+    def cached_matcher(self, params: StructuredOutputParams) -> GrammarMatcher | None:
+        """Return a matcher if the constraint has been compiled."""
+        with self._lock:
+            if params not in self._cache:
+                return None
+            self._cache.move_to_end(params)
+            return self._cache[params].copy()
+
+    def _compile(self, params: StructuredOutputParams) -> GrammarMatcher:
         llguidance = _library()
         limits = llguidance.LLParserLimits(**PARSER_LIMITS)
-        matcher = llguidance.LLMatcher(self._tokenizer, _grammar(params), log_level=0, limits=limits)
-        if matcher.is_error():
-            raise RequestError(f"this {params.type} cannot be followed: {_first_line(matcher.get_error())}")
-        return GrammarMatcher(matcher, self._vocab_size)
+        inner = llguidance.LLMatcher(self._tokenizer, _grammar(params), log_level=0, limits=limits)
+        matcher = GrammarMatcher(inner, self._vocab_size, params.type)
+        if not matcher.error:
+            trial = matcher.copy()
+            trial.token_mask()  # finds what no answer satisfies
+            matcher = matcher if not trial.error else trial
+        if matcher.error:
+            raise RequestError(matcher.error)
+        return matcher
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -57,14 +86,6 @@ class GrammarCompiler:
             raise ModelError(f"structured output needs a fast tokenizer ({_first_line(str(error))}).") from error
 
 
-def check_structured_output(params: StructuredOutputParams) -> None:
-    """Refuse an invalid constraint before anything is queued; needs no tokenizer."""
-    llguidance = _library()
-    error = llguidance.LLMatcher.validate_grammar(_grammar(params), limits=llguidance.LLParserLimits(**PARSER_LIMITS))
-    if error:
-        raise RequestError(f"this {params.type} cannot be followed: {_first_line(error)}")
-
-
 def _library() -> Any:
     try:
         import llguidance
@@ -76,11 +97,11 @@ def _library() -> Any:
 class GrammarMatcher:
     """Track one answer and the tokens allowed next."""
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
+    def __init__(self, matcher: Any, vocab_size: int, constraint_type: str) -> None:
+        self._matcher, self._vocab_size, self._type = matcher, vocab_size, constraint_type
 
     def copy(self) -> GrammarMatcher:
-        return GrammarMatcher(self._matcher.deep_copy(), self._vocab_size)
+        return GrammarMatcher(self._matcher.deep_copy(), self._vocab_size, self._type)
 
     def token_mask(self) -> Tensor:  # [vocabulary], bool
         """Return which tokens may come next."""
@@ -96,8 +117,23 @@ class GrammarMatcher:
 
     @property
     def is_terminated(self) -> bool:
-        """Return whether the answer is complete, or the work of a step exceeded its limit."""
-        return bool(self._matcher.is_stopped() or self._matcher.is_error())
+        """Return whether the answer is complete; after an error, it never will be."""
+        return bool(self._matcher.is_stopped())
+
+    @property
+    def error(self) -> str:
+        """Return why the answer cannot go on: no token is allowed next, or a step took too much work; empty if it can.
+
+        After an error the mask allows EOS alone, which must not pass for the end of an answer.
+        """
+        if not self._matcher.is_error():
+            return ""
+        reason = _first_line(self._matcher.get_error())
+        if reason.startswith("NoExtension"):
+            return f"no answer satisfies this {self._type}, or the model has no token for it."
+        if reason.startswith(("lexer error", "parser error")) or "too " in reason:
+            return f"this {self._type} is too complex ({reason.rstrip('.')}); simplify it."
+        return f"this {self._type} cannot be followed: {reason}"
 
 
 def _grammar(params: StructuredOutputParams) -> str:

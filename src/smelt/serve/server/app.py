@@ -7,11 +7,12 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from smelt.errors import RequestError
 from smelt.serve.server import chat, completions, embeddings, status, tokens
 from smelt.serve.server.errors import ApiError, on_api_error, on_http_error, on_validation_error
 from smelt.serve.server.middleware import RequestGuard
 from smelt.serve.server.service import Service
-from smelt.serve.worker.client import WorkerDiedError
+from smelt.serve.worker.client import OverloadedError, WorkerDiedError
 from smelt.version import __version__
 
 
@@ -21,8 +22,8 @@ def create_app(service: Service) -> ASGIApp:
     app.state.service = service
     for module in (completions, chat, embeddings, tokens, status):
         app.include_router(module.router)
-    app.add_exception_handler(ApiError, on_api_error)
-    app.add_exception_handler(WorkerDiedError, on_api_error)
+    for error in (ApiError, RequestError, OverloadedError, WorkerDiedError):
+        app.add_exception_handler(error, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_validation_error)
     return RequestGuard(app, service.settings)

@@ -26,11 +26,11 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     check_generation(service, body)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs requires logprobs to be true.", param="top_logprobs")
-    prompt = await service.tokenizer.encode_chat(plain_messages(body.messages))
     sampling = build_sampling_params(
         body, max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None, vocab_size=service.vocab_size,
     )  # fmt: skip
+    prompt = await service.tokenizer.encode_chat(plain_messages(body.messages))
     generation = Generation(service, [prompt], body, sampling, request.state.key)
     writer = _Writer(service, body, generation)
     return await respond(request, generation, writer, body.stream)

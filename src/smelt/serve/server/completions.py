@@ -10,12 +10,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.server.errors import ApiError
 from smelt.serve.server.generation import Delta, Generation, TokenLogprob, build_sampling_params, check_generation
 from smelt.serve.server.schemas import CompletionRequest
 from smelt.serve.server.service import Service
 from smelt.serve.server.stream import Chunk, respond
-from smelt.serve.server.tokenization import AsyncTokenizer
+from smelt.serve.server.tokenization import INLINE_CHARACTERS, AsyncTokenizer
 
 router = APIRouter()
 DEFAULT_MAX_TOKENS = 16
@@ -24,34 +25,38 @@ DEFAULT_MAX_TOKENS = 16
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
     service: Service = request.app.state.service
-    check_generation(service, body)
+    inputs = _inputs(body)
+    check_generation(service, body, len(inputs))
     if body.echo and body.logprobs is not None:
         raise ApiError(
             400, "echo: log-probabilities of the prompt are not supported; leave out echo or logprobs.", param="echo"
         )
-    texts, prompts = await _prompts(service, body)
     sampling = build_sampling_params(
         body, max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS, logprobs=body.logprobs, vocab_size=service.vocab_size
     )
+    texts, prompts = await _tokenize(service, inputs, sampling, echo=bool(body.echo))
     generation = Generation(service, prompts, body, sampling, request.state.key)
     writer = _Writer(service, body, generation, texts if body.echo else [""] * len(prompts))
     return await respond(request, generation, writer, body.stream)
 
 
-async def _prompts(service: Service, body: CompletionRequest) -> tuple[list[str], list[list[int]]]:
-    """Return every prompt as text, which only `echo` needs, and as tokens."""
+def _inputs(body: CompletionRequest) -> list[str | list[int]]:
     content: Any = body.prompt
-    inputs = content if isinstance(content, list) and not isinstance(content[0], int) else [content]
-    texts, prompts = [], []
+    return content if isinstance(content, list) and not isinstance(content[0], int) else [content]
+
+
+async def _tokenize(
+    service: Service, inputs: list[str | list[int]], sampling: SamplingParams, *, echo: bool
+) -> tuple[list[str], list[list[int]]]:
+    """Return every prompt as text, which only `echo` needs, and as tokens; refuse the first that does not fit."""
+    texts: list[str] = []
+    prompts: list[list[int]] = []
+    inline = sum(map(len, inputs)) <= INLINE_CHARACTERS
     for prompt in inputs:
-        if isinstance(prompt, str):
-            prompts.append(await service.tokenizer.encode(prompt))
-            texts.append(prompt)
-        else:
-            if body.echo:
-                service.check_tokens(prompt)  # before they are decoded
-            prompts.append(prompt)
-            texts.append(await service.tokenizer.decode(prompt) if body.echo else "")
+        tokens = await service.tokenizer.encode(prompt, inline=inline) if isinstance(prompt, str) else prompt
+        service.check_prompt(tokens, sampling)
+        prompts.append(tokens)
+        texts.append(prompt if isinstance(prompt, str) else await service.tokenizer.decode(prompt) if echo else "")
     return texts, prompts
 
 

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from smelt.serve.server.errors import ApiError, ClientGoneError
 from smelt.serve.server.schemas import EmbeddingRequest
 from smelt.serve.server.service import Service
+from smelt.serve.server.tokenization import INLINE_CHARACTERS
 
 router = APIRouter()
 
@@ -49,9 +50,11 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
 async def _inputs(service: Service, body: EmbeddingRequest) -> list[list[int]]:
     content: Any = body.input
     inputs = content if isinstance(content, list) and not isinstance(content[0], int) else [content]
+    service.admission.check(len(inputs))
+    inline = sum(map(len, inputs)) <= INLINE_CHARACTERS
     texts = []
     for item in inputs:
-        text = await service.tokenizer.encode(item, param="input") if isinstance(item, str) else item
+        text = await service.tokenizer.encode(item, param="input", inline=inline) if isinstance(item, str) else item
         if not text or len(text) > service.max_model_len:
             message = f"input: a text has {len(text):,} tokens; it must have 1 to {service.max_model_len:,}."
             raise ApiError(400, message, param="input", code="context_length_exceeded")

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from smelt.errors import RequestError
 from smelt.serve.engine.request import ContextLengthError
-from smelt.serve.worker.client import WorkerDiedError
+from smelt.serve.worker.client import OverloadedError, WorkerDiedError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -49,6 +49,8 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, RequestError):
         code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
         return ApiError(400, str(error), code=code)
+    if isinstance(error, OverloadedError):
+        return ApiError(429, str(error), code="queue_full", headers={"retry-after": "1"})
     if isinstance(error, WorkerDiedError):
         return ApiError(500, str(error), code="engine_died")
     return ApiError(500, "the server failed to handle this request; this is a bug.", code="internal_error")

@@ -123,11 +123,7 @@ class Generation:
         ]
         self._stream: TokenStream | None = None
 
-    def start(self) -> None:
-        limit = self.service.limits.max_sequences
-        if len(self.answers) > limit:
-            message = f"prompts times n is {len(self.answers):,}; a request may ask for at most {limit:,} answers."
-            raise ApiError(400, message, param="n")
+    async def start(self) -> None:
         for prompt in self.prompts:
             self.service.check_prompt(prompt, self.sampling)
         admission, metrics = self.service.admission, self.service.metrics
@@ -146,6 +142,25 @@ class Generation:
         for prompt in self.prompts:
             metrics.request_prompt_tokens.observe(len(prompt))
             metrics.prompt_tokens.inc(len(prompt))
+        if self.sampling.structured_output is not None:
+            await self._wait_for_grammar()
+
+    async def _wait_for_grammar(self) -> None:
+        """Wait until the engine has compiled the constraint: once a stream has begun, a status of 400 is too late."""
+        assert self._stream is not None
+        seconds = self.service.limits.grammar_timeout
+        try:
+            await self._stream.accepted(seconds)
+        except TimeoutError:
+            self.close()
+            message = f"the structured output was not compiled within {seconds:g} seconds; simplify it, or try again."
+            raise ApiError(400, message, param="response_format") from None
+        except RequestError as error:
+            self.close("error")
+            raise ApiError(400, str(error), param="response_format") from error
+        except BaseException:  # the engine died, or the client is gone
+            self.close("error")
+            raise
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         """Yield new deltas as they arrive; an empty list after a long silence."""
@@ -193,11 +208,17 @@ class Generation:
         }  # fmt: skip
 
 
-def check_generation(service: Service, body: GenerationRequest) -> None:
-    """Refuse a request for another model, for text from an encoder, or with fields that are not supported."""
+def check_generation(service: Service, body: GenerationRequest, prompts: int = 1) -> None:
+    """Refuse a request before any work is done for it: for another model, for text from an encoder, with fields that
+    are not supported, or with more answers than there is room for."""
     service.check_model(body.model)
     service.require_engine()
     check_supported(body)
+    answers, limit = prompts * (body.n or 1), service.limits.max_sequences
+    if answers > limit:
+        message = f"prompts times n is {answers:,}; a request may ask for at most {limit:,} answers."
+        raise ApiError(400, message, param="n")
+    service.admission.check(answers)
 
 
 def build_sampling_params(

@@ -37,7 +37,8 @@ class AdmissionControl:
         self.capacity, self.admitted, self.closed = capacity, 0, False
         self._metrics = metrics
 
-    def acquire(self, sequences: int) -> None:
+    def check(self, sequences: int) -> None:
+        """Refuse a request for which there is no room now."""
         if self.closed:
             raise ApiError(503, "the server is shutting down.", code="shutting_down")
         if sequences > self.capacity:
@@ -48,6 +49,9 @@ class AdmissionControl:
                 429, f"the queue is full: {self.admitted:,} answers are running or waiting; try again later.",
                 code="queue_full", headers={"retry-after": "1"},
             )  # fmt: skip
+
+    def acquire(self, sequences: int) -> None:
+        self.check(sequences)
         self.admitted += sequences
 
     def release(self, sequences: int) -> None:

@@ -28,6 +28,7 @@ class ServerLimits:
     body_timeout: float = 60.0
     client_timeout: float = 30.0  # without the client reading a byte: the connection is dropped
     request_timeout: float = 3600.0  # from arrival to the end of the answer
+    grammar_timeout: float = 10.0  # for the constraint of a structured output to be compiled
     step_timeout: float = 300.0  # without a finished step while requests run: the engine is killed
     shutdown_timeout: float = 30.0  # for running requests to finish after SIGTERM or SIGINT
     max_restarts: int = 3  # of the engine within `restart_window`, before the server exits

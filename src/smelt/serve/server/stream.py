@@ -43,7 +43,7 @@ class ResponseWriter(Protocol):
 
 async def respond(request: Request, generation: Generation, writer: ResponseWriter, stream: bool | None) -> Response:
     """Start a generation, which may refuse it, and respond as events or with complete answers."""
-    generation.start()
+    await generation.start()
     if stream:
         return EventStreamResponse(generation, writer.chunks)
     return JSONResponse(writer.response(await collect(request, generation)))

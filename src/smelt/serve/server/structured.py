@@ -7,7 +7,6 @@ from typing import Any
 
 from smelt.errors import SmeltError
 from smelt.serve.engine.sampling_params import StructuredOutputParams
-from smelt.serve.engine.structured_output import check_structured_output
 from smelt.serve.server.errors import ApiError
 from smelt.serve.server.schemas import GenerationRequest, extras
 
@@ -16,13 +15,11 @@ MAX_CHOICES = 256
 
 
 def parse_structured_output(body: GenerationRequest) -> StructuredOutputParams | None:
-    """Return the constraint that a request asks for, if any."""
+    """Return the constraint that a request asks for, if any; the engine compiles it."""
     fields = extras(body)
     try:
         options = [_response_format(fields.get("response_format")), _structured(fields.get("structured_outputs"))]
         constraints = [constraint for constraint in options if constraint is not None]
-        for constraint in constraints:
-            check_structured_output(constraint)
     except SmeltError as error:
         raise ApiError(400, str(error), param="response_format") from error
     if len(constraints) > 1:

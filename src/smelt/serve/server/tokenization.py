@@ -1,8 +1,13 @@
-"""Tokenize and detokenize with the model's tokenizer and chat template; long texts in a thread."""
+"""Tokenize and detokenize with the model's tokenizer and chat template.
+
+All but short texts go to threads, so that no request delays others. The threads take turns: of a request with many
+prompts, one at a time waits for them. How much text may wait is limited.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,13 +17,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from smelt.errors import RequestError, is_panic
 from smelt.models.chat_template import ChatTemplateRenderer, TemplateLimitError
 from smelt.serve.engine.detokenizer import INCOMPLETE, Detokenizer
+from smelt.serve.priorities import yield_to_others
 from smelt.serve.server.errors import ApiError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-INLINE_CHARACTERS = 4096  # up to which a text is tokenized on the event loop
+INLINE_CHARACTERS = 1024  # of a request, up to which it is tokenized on the event loop
+MAX_WAITING_CHARACTERS = 64 << 20  # of all requests, for a thread
+MAX_WAITING_CHATS = 64  # for the process that renders chat templates
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -34,17 +42,23 @@ class AsyncTokenizer:
         self._max_token_length = max((len(token) for token in tokenizer.get_vocab()), default=1)
         self._decoder: Any = _FastDecoder(inner) if _uses_standard_decode(tokenizer) else tokenizer
         self._template = ChatTemplateRenderer(tokenizer)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        fast = _uses_standard_encode(tokenizer)
+        self._encode = _fast_encode(inner) if fast else _wrapped_encode(tokenizer)
+        threads = min(4, os.cpu_count() or 1) if fast else 1  # wrappers may keep settings between calls
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer", initializer=yield_to_others)
+        self._template_thread = ThreadPoolExecutor(1, thread_name_prefix="template", initializer=yield_to_others)
+        self._waiting_characters = self._waiting_chats = 0
         byte_level = inner is not None and "ByteLevel" in repr(inner.decoder)
         self._byte_of = {character: byte for byte, character in _byte_characters().items()} if byte_level else {}
         self.token = lru_cache(maxsize=65536)(self._token)
 
-    async def encode(self, text: str, *, special: bool = True, param: str = "prompt") -> list[int]:
-        """Tokenize a text; refuse one that is certainly too long without tokenizing it."""
+    async def encode(self, text: str, *, special: bool = True, param: str = "prompt", inline: bool = True) -> list[int]:
+        """Tokenize a text, on the event loop if it is short and `inline`; refuse one that is certainly too long without
+        tokenizing it."""
         if len(text) > self.max_tokens * self._max_token_length:
             message = f"{param} has {len(text):,} characters; the limit is {self.max_tokens:,} tokens."
             raise ApiError(400, message, param=param, code="context_length_exceeded")
-        return await self._run(len(text), lambda: _ids(self.tokenizer(text, add_special_tokens=special)))
+        return await self._run(len(text), lambda: self._encode(text, special), inline=inline)
 
     async def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Apply the chat template, with the generation prompt, and tokenize."""
@@ -53,8 +67,18 @@ class AsyncTokenizer:
                 400, "the model has no chat template; use /v1/completions, or add a chat_template.jinja to it.",
                 param="messages", code="no_chat_template",
             )  # fmt: skip
-        text = await asyncio.get_running_loop().run_in_executor(self._thread, self._render, messages)
+        if self._waiting_chats >= MAX_WAITING_CHATS:
+            raise _overloaded("too many conversations wait to be rendered; try again later.")
+        self._waiting_chats += 1
+        try:
+            text = await asyncio.get_running_loop().run_in_executor(self._template_thread, self._render, messages)
+        finally:
+            self._waiting_chats -= 1
         return await self.encode(text, special=False, param="messages")
+
+    async def token_texts(self, tokens: Sequence[int]) -> list[str]:
+        """Return the text of each token alone."""
+        return await self._run(len(tokens), lambda: [self.token(token)[0] for token in tokens])
 
     async def decode(self, tokens: Sequence[int]) -> str:
         return await self._run(len(tokens), lambda: str(self.tokenizer.decode(list(tokens))))
@@ -64,7 +88,8 @@ class AsyncTokenizer:
 
     def close(self) -> None:
         self._template.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._template_thread):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         try:
@@ -76,10 +101,16 @@ class AsyncTokenizer:
             message = f"the model's chat template does not accept messages in this order of roles: {roles}."
             raise ApiError(400, message, param="messages") from error
 
-    async def _run(self, size: int, work: Callable[[], T]) -> T:
-        if size <= INLINE_CHARACTERS:
+    async def _run(self, size: int, work: Callable[[], T], *, inline: bool = True) -> T:
+        if inline and size <= INLINE_CHARACTERS:
             return _without_panic(work)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, _without_panic, work)
+        if self._waiting_characters and self._waiting_characters + size > MAX_WAITING_CHARACTERS:
+            raise _overloaded("too much text waits to be tokenized; try again later.")
+        self._waiting_characters += size
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, _without_panic, work)
+        finally:
+            self._waiting_characters -= size
 
     def _token(self, token: int) -> tuple[str, bytes]:
         """Return the text and the bytes of one token; the bytes may be part of a character."""
@@ -114,15 +145,30 @@ def _without_panic(work: Callable[[], T]) -> T:
         raise
 
 
+def _fast_encode(inner: Any) -> Callable[[str, bool], list[int]]:
+    """Encode with the Rust tokenizer alone, which computes no offsets and, for batches only, releases the GIL."""
+    return lambda text, special: inner.encode_batch_fast([text], add_special_tokens=special)[0].ids
+
+
+def _wrapped_encode(tokenizer: Any) -> Callable[[str, bool], list[int]]:
+    return lambda text, special: tokenizer(text, add_special_tokens=special)["input_ids"]
+
+
+def _overloaded(message: str) -> ApiError:
+    return ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
+
+
+def _uses_standard_encode(tokenizer: Any) -> bool:
+    """Return whether transformers' wrapper adds nothing of its own when it encodes one text."""
+    modules = [getattr(getattr(type(tokenizer), name, None), "__module__", "") for name in ("__call__", "_encode_plus")]
+    standard = modules == ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]
+    return standard and not getattr(tokenizer, "split_special_tokens", False)
+
+
 def _uses_standard_decode(tokenizer: Any) -> bool:
     """Return whether transformers' wrapper adds nothing of its own when it decodes."""
     modules = [getattr(getattr(type(tokenizer), name, None), "__module__", "") for name in ("decode", "_decode")]
     return modules == ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]
-
-
-def _ids(encoded: Any) -> list[int]:
-    ids: list[int] = encoded["input_ids"]
-    return ids
 
 
 def _byte_characters() -> dict[int, str]:

@@ -24,7 +24,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
         tokens = await service.tokenizer.encode_chat(plain_messages(body.messages))
     else:
         tokens = await service.tokenizer.encode(body.prompt or "", special=body.add_special_tokens is not False)
-    strings = [service.tokenizer.token(token)[0] for token in tokens] if body.return_token_strs else None
+    strings = await service.tokenizer.token_texts(tokens) if body.return_token_strs else None
     return {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens, "token_strs": strings}
 
 
@@ -32,5 +32,8 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
 async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
     service: Service = request.app.state.service
     service.check_model(body.model)
+    if len(body.tokens) > service.max_model_len:
+        message = f"tokens: there are {len(body.tokens):,}; the context has at most {service.max_model_len:,}."
+        raise ApiError(400, message, param="tokens", code="context_length_exceeded")
     service.check_tokens(body.tokens)
     return {"prompt": await service.tokenizer.decode(body.tokens)}

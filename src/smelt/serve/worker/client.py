@@ -23,6 +23,7 @@ from smelt.serve.worker.messages import (
     EngineReady,
     NotALanguageModel,
     Pipe,
+    RequestAccepted,
     RequestRejected,
     StartEngine,
     StartFailed,
@@ -38,6 +39,10 @@ Observer = Callable[[dict[str, int]], None]
 
 class WorkerDiedError(SmeltError):
     """The engine's process has ended; its requests are lost."""
+
+
+class OverloadedError(SmeltError):
+    """The engine has too much to do; the request may be sent again later."""
 
 
 class OtherModelError(SmeltError):
@@ -67,6 +72,15 @@ class TokenStream:
         self._client, self._request_ids, self._samples = client, request_ids, samples
         self._open = set(range(len(request_ids) * samples))
         self._queue: asyncio.Queue[TokenEvent | Exception] = asyncio.Queue()
+        self._accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def accepted(self, timeout: float) -> None:
+        """Wait until the engine has compiled the constraint of the request, and raise what it has against it.
+
+        Raise TimeoutError if that takes longer.
+        """
+        async with asyncio.timeout(timeout):
+            await asyncio.shield(self._accepted)
 
     async def next(self, timeout: float | None = None) -> list[TokenEvent]:
         """Return all new events; none if every answer has finished or the timeout has passed."""
@@ -100,7 +114,17 @@ class TokenStream:
         self._client.forget(self._request_ids)
 
     def push(self, event: TokenEvent | Exception) -> None:
+        self.accept(event if isinstance(event, Exception) else None)
         self._queue.put_nowait(event)
+
+    def accept(self, error: Exception | None = None) -> None:
+        if self._accepted.done():
+            return
+        if error is None:
+            self._accepted.set_result(None)
+        else:
+            self._accepted.set_exception(error)
+            self._accepted.exception()  # perhaps nobody waits for it, which is no fault
 
 
 class EngineClient:
@@ -219,8 +243,12 @@ class EngineClient:
             self.engine = message
             self._update_state(message.state)
             self._finish_start(None)
+        elif isinstance(message, RequestAccepted):
+            if message.request_id in self._streams:
+                self._streams[message.request_id][0].accept()
         elif isinstance(message, RequestRejected):
-            self._push(message.request_id, RequestError(message.message))
+            error = OverloadedError(message.message) if message.overloaded else RequestError(message.message)
+            self._push(message.request_id, error)
         elif isinstance(message, NotALanguageModel):
             self._finish_start(OtherModelError(message.folder, message.task))
         elif isinstance(message, StartFailed):

@@ -2,7 +2,7 @@
 
     python -m smelt.serve.worker.loop DESCRIPTOR      (started by `smelt.serve.worker.client`)
 
-It ends when the pipe is closed, so that no engine outlives its server.
+It ends when the pipe is closed, so that no engine outlives its server. Grammars are compiled in a thread, beside steps.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from smelt.errors import SmeltError
 from smelt.logs import show_logs
+from smelt.serve.priorities import yield_to_others
 from smelt.serve.worker.messages import (
     AbortSample,
     EngineReady,
     NotALanguageModel,
     Pipe,
+    RequestAccepted,
     RequestRejected,
     SampledToken,
     StartEngine,
@@ -31,6 +35,9 @@ from smelt.serve.worker.messages import (
 if TYPE_CHECKING:
     from smelt.serve.engine.engine import Event
     from smelt.serve.engine.request import Request
+
+MAX_COMPILING = 64  # requests whose grammars wait to be compiled
+COMPILE_POLL_SECONDS = 0.002  # how often an idle engine looks whether one is ready
 
 
 class EngineWorker:
@@ -56,27 +63,41 @@ class EngineWorker:
             self.engine.warmup(progress=progress)
         self._samples: dict[str, list[Request | None]] = {}  # by request id; None: this sample has finished
         self._ids: dict[Request, tuple[str, int]] = {}
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars", initializer=yield_to_others)
+        self._compiling: deque[tuple[SubmitRequest, Future[object]]] = deque()  # in the order of arrival
         pipe.send(self._ready())
 
     def run(self) -> None:
         while True:
-            while self.pipe.poll(0.0 if self.engine.busy else None):
+            while self.pipe.poll(self._idle_seconds()):
                 self.handle(self.pipe.receive())
+            self._submit_compiled()
+            if not self.engine.busy:
+                continue
             computed = self.engine.state()["computed_tokens"]
             events = self.engine.step()
             state = self.engine.state()
             if events or state["computed_tokens"] != computed:  # a step that did nothing is no sign of life
-                self.pipe.send(
-                    StepOutput(state, [self._token(event) for event in events if event.request in self._ids])
-                )
+                self.pipe.send(StepOutput(state, [self._token(event) for event in events if self._is_answer(event)]))
             for event in events:
+                if event.request.error and event.request in self._ids:
+                    self.pipe.send(RequestRejected(self._ids[event.request][0], event.request.error))
                 if event.reason:
                     self._remove(event.request)
 
+    def _idle_seconds(self) -> float | None:
+        """Return how long to wait for a message before the next step."""
+        if self.engine.busy:
+            return 0.0
+        return COMPILE_POLL_SECONDS if self._compiling else None
+
     def handle(self, message: WorkerMessage) -> None:
         if isinstance(message, SubmitRequest):
+            if self._compiles(message):
+                return
             self._submit(message)
         elif isinstance(message, AbortSample):
+            self._stop_compiling(message.request_id)
             samples = self._samples.get(message.request_id)
             request = samples[message.sample] if samples is not None else None
             if request is not None:
@@ -84,13 +105,52 @@ class EngineWorker:
                 self._remove(request)
             self.pipe.send(StepOutput(self.engine.state()))
 
+    def _is_answer(self, event: Event) -> bool:
+        return event.request in self._ids and not event.request.error
+
+    def _compiles(self, message: SubmitRequest) -> bool:
+        """Have the grammar of a request compiled first, unless it has none or is known; or refuse the request."""
+        from smelt.serve.engine.sampling_params import SamplingParams
+
+        compiler, constraint = (
+            self.engine.grammar_compiler,
+            SamplingParams.from_json(message.sampling).structured_output,
+        )
+        if constraint is None or compiler.cached_matcher(constraint) is not None:
+            return False
+        if len(self._compiling) >= MAX_COMPILING:
+            sentence = "too many structured outputs wait to be compiled; try again later."
+            self.pipe.send(RequestRejected(message.request_id, sentence, overloaded=True))
+        else:
+            self._compiling.append((message, self._compiler.submit(compiler.matcher, constraint)))
+        return True
+
+    def _submit_compiled(self) -> None:
+        """Queue the requests whose grammars are ready, in the order of arrival."""
+        while self._compiling and self._compiling[0][1].done():
+            message, compilation = self._compiling.popleft()
+            error = compilation.exception()
+            if isinstance(error, SmeltError):
+                self.pipe.send(RequestRejected(message.request_id, str(error)))
+            elif error is not None:
+                raise error
+            else:
+                self._submit(message)
+
+    def _stop_compiling(self, request_id: str) -> None:
+        for message, compilation in list(self._compiling):
+            if message.request_id == request_id:
+                compilation.cancel()
+                self._compiling.remove((message, compilation))
+
     def _submit(self, message: SubmitRequest) -> None:
         from smelt.serve.engine.sampling_params import SamplingParams
 
+        sampling = SamplingParams.from_json(message.sampling)
         try:
             requests = self.engine.submit(
                 message.prompt,
-                SamplingParams.from_json(message.sampling),
+                sampling,
                 name=message.request_id,
                 priority=message.priority,
                 salt=bytes.fromhex(message.salt),
@@ -99,6 +159,8 @@ class EngineWorker:
         except SmeltError as error:
             self.pipe.send(RequestRejected(message.request_id, str(error)))
             return
+        if sampling.structured_output is not None:
+            self.pipe.send(RequestAccepted(message.request_id))
         self._samples[message.request_id] = [*requests]
         self._ids.update({request: (message.request_id, sample) for sample, request in enumerate(requests)})
 

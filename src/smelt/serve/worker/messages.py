@@ -64,9 +64,19 @@ class StartFailed:
 
 
 @dataclass(frozen=True)
+class RequestAccepted:
+    """The constraint of a request has been compiled, and the request is queued."""
+
+    request_id: str
+
+
+@dataclass(frozen=True)
 class RequestRejected:
+    """A request cannot be run, or its answer cannot be completed."""
+
     request_id: str
     message: str
+    overloaded: bool = False  # not for its own sake: it may be sent again later
 
 
 class SampledToken(NamedTuple):
@@ -99,6 +109,7 @@ WorkerMessage = (
     | EngineReady
     | NotALanguageModel
     | StartFailed
+    | RequestAccepted
     | RequestRejected
     | StepOutput
 )
@@ -106,7 +117,7 @@ _CLASSES: dict[str, Any] = {
     message.__name__: message
     for message in (
         *(StartEngine, SubmitRequest, AbortSample),
-        *(EngineReady, NotALanguageModel, StartFailed, RequestRejected, StepOutput),
+        *(EngineReady, NotALanguageModel, StartFailed, RequestAccepted, RequestRejected, StepOutput),
     )
 }
 
@@ -122,7 +133,7 @@ def decode(content: bytes | str) -> WorkerMessage:
 
 
 class Pipe:
-    """One end of the connection."""
+    """One end of the connection. One thread sends, one receives."""
 
     def __init__(self, descriptor: int) -> None:
         self._connection = Connection(descriptor)
