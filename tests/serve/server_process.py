@@ -128,7 +128,10 @@ class Server:
         return self.process.wait(PATIENCE)
 
 
-def start(model: str | Path, folder: Path, *options: str, host: str = "127.0.0.1", own_session: bool = False) -> Server:
+def start(
+    model: str | Path, folder: Path, *options: str, host: str = "127.0.0.1", own_session: bool = False,
+    threads: int | None = 1,
+) -> Server:  # fmt: skip
     """Start a server and wait until it is ready. In its own session it can be sent a signal with all its processes, as
     by Ctrl-C.
     """
@@ -136,7 +139,11 @@ def start(model: str | Path, folder: Path, *options: str, host: str = "127.0.0.1
     command = [sys.executable, "-m", "smelt.cli.main", "serve", str(model), "--port", "0", "--host", host, *options]
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=own_session
+            command,
+            stdout=file,
+            stderr=file,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            start_new_session=own_session,
         )
     until = time.monotonic() + 2 * PATIENCE
     while not (match := re.search(r"served at http://\S+?:(\d+) ", log.read_text())):

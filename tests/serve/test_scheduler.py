@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from smelt.errors import RequestError
 from smelt.serve.engine.blocks import BlockPool, extend_block_hashes, root_hash
 from smelt.serve.engine.kv_cache_manager import PagedCacheManager
+from smelt.serve.engine.prefill_pace import PrefillPace
 from smelt.serve.engine.request import Request, RequestId, RequestStatus
 from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.engine.scheduler import ScheduledBatch, Scheduler
@@ -46,14 +47,14 @@ def check(scheduler: Scheduler) -> None:
 class Clerk:
     """Run steps with a fake model: the next token depends on all tokens before it, as a real one's does."""
 
-    def __init__(self, scheduler: Scheduler, ahead: int) -> None:
-        self.scheduler, self.ahead = scheduler, ahead
+    def __init__(self, scheduler: Scheduler, ahead: int, max_prompt_tokens: int | None = None) -> None:
+        self.scheduler, self.ahead, self.max_prompt_tokens = scheduler, ahead, max_prompt_tokens
         self.num_inflight: list[ScheduledBatch] = []
         self.contents: dict[int, tuple[int, ...]] = {}  # block -> its tokens
         self.steps = 0
 
     def turn(self) -> bool:
-        step = self.scheduler.schedule()
+        step = self.scheduler.schedule(self.max_prompt_tokens)
         check(self.scheduler)
         assert step.tokens <= self.scheduler.max_num_batched_tokens
         self.num_inflight.append(step)
@@ -78,8 +79,8 @@ def steps_of(scheduler: Scheduler) -> list[ScheduledBatch]:
     steps, clerk = [], Clerk(scheduler, 0)
     plan = scheduler.schedule
 
-    def recording_schedule() -> ScheduledBatch:
-        steps.append(plan())
+    def recording_schedule(max_prompt_tokens: int | None = None) -> ScheduledBatch:
+        steps.append(plan(max_prompt_tokens))
         return steps[-1]
 
     scheduler.schedule = recording_schedule  # type: ignore[method-assign]
@@ -102,6 +103,60 @@ def test_first_come_first_served() -> None:
             first.setdefault(chunk.request.id, turn)
     starts = [first[member.id] for member in requests]
     assert starts == sorted(starts)
+
+
+def test_prompts_leave_running_answers_their_pace() -> None:
+    """While an answer runs, the prompts of a step have at most so many tokens; alone, they fill it."""
+    scheduler = Scheduler(PagedCacheManager(BlockPool(200, 4)), max_num_batched_tokens=64, max_num_seqs=4)
+    answering = request(0, [1, 2, 3], 40)
+    scheduler.add(answering)
+    clerk = Clerk(scheduler, 0, max_prompt_tokens=10)
+    clerk.turn()
+    for index in (1, 2):
+        scheduler.add(request(index, [index] * 30, 2))
+    chunks = []
+    while answering.state is not RequestStatus.FINISHED:
+        step = scheduler.schedule(10)
+        clerk.read(step)
+        assert answering in [chunk.request for chunk in step.chunks]
+        chunks.append([chunk.count for chunk in step.chunks if chunk.request is not answering])
+    assert chunks[:8] == [[10], [10], [10], [1, 10], [10], [10], [1], []]
+    scheduler.add(request(3, [5] * 60, 1))
+    assert [chunk.count for chunk in scheduler.schedule(10).chunks] == [60]
+
+
+def test_a_chunk_that_is_not_split_is_alone() -> None:
+    """A cache manager that takes complete chunks only must not wait forever."""
+
+    class CompleteChunks(PagedCacheManager):
+        def schedulable_tokens(self, request: Request, budget: int, chunk_size: int) -> int:
+            count = super().schedulable_tokens(request, 10**6, chunk_size)
+            return count if count <= budget else 0
+
+    scheduler = Scheduler(
+        CompleteChunks(BlockPool(200, 4)), max_num_batched_tokens=64, max_num_seqs=4, prefill_chunk_size=16
+    )
+    scheduler.add(request(0, [1, 2, 3], 40))
+    clerk = Clerk(scheduler, 0)
+    clerk.turn()
+    for index in (1, 2):
+        scheduler.add(request(index, [index] * 16, 1))
+    for _ in range(2):
+        step = scheduler.schedule(10)
+        clerk.read(step)
+        assert sorted(chunk.count for chunk in step.chunks) == [1, 16]
+
+
+def test_the_pace_of_prompts_follows_what_was_measured() -> None:
+    pace = PrefillPace(0.5)
+    assert pace.max_tokens == 128
+    for _ in range(20):
+        pace.record(100, 0.1)
+        pace.record(4, 10.0)  # says nothing about prompts
+    assert pace.max_tokens == pytest.approx(500, abs=2)
+    for _ in range(20):
+        pace.record(100, 100.0)
+    assert pace.max_tokens == 16
 
 
 def test_a_large_request_is_not_overtaken() -> None:

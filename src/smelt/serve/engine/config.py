@@ -68,6 +68,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048  # per step
     max_num_seqs: int = 256  # per step
     prefill_chunk_size: int | None = None  # tokens of one prompt per step; by default max_num_batched_tokens
+    target_step_seconds: float = 0.2  # on CPU: prompts are read in chunks that take about this long if answers wait
     max_queued: int = 4096
     adapters: Mapping[str, str | Path] = field(default_factory=dict)  # LoRA adapters by name: folders in PEFT's format
     max_loras: int | None = None  # room for adapters, also for those loaded later; by default for `adapters` only
@@ -83,6 +84,8 @@ class EngineConfig:
             self, "max_num_batched_tokens", "max_num_seqs", "prefill_chunk_size", "max_queued", "tensor_parallel_size",
             "max_loras", "max_lora_rank",
         )  # fmt: skip
+        if not self.target_step_seconds > 0:
+            raise ConfigError(f"target_step_seconds is {self.target_step_seconds:g}; it must be positive.")
         if self.lm_head_dtype not in (None, "int8"):
             raise ConfigError(f"there is no LM head dtype {self.lm_head_dtype!r}; there is int8.")
         if self.activation_dtype not in (None, "int8"):

@@ -20,6 +20,7 @@ from smelt.serve.engine.blocks import BlockPool
 from smelt.serve.engine.config import EngineConfig
 from smelt.serve.engine.detokenizer import Detokenizer
 from smelt.serve.engine.factory import build
+from smelt.serve.engine.prefill_pace import PrefillPace
 from smelt.serve.engine.request import Request, RequestId, RequestStatus, check_prompt
 from smelt.serve.engine.runner import InflightBatch
 from smelt.serve.engine.sampler import Logprobs
@@ -76,6 +77,7 @@ class Engine:
         logger.debug("%s runs with %s, up to %d tokens", model.source or "the model", self.backend, self.max_model_len)
         self.grammar_compiler = GrammarCompiler(model.tokenizer, self.vocab_size, self.runner.eos_token_ids)
         self._inflight: deque[InflightBatch] = deque()
+        self._prefill_pace = PrefillPace(config.target_step_seconds)
         self._num_submitted = 0
         self._counts = dict.fromkeys(
             ("steps", "computed_tokens", "preemptions", "prompt_tokens", "cached_tokens", "generated_tokens"), 0
@@ -211,13 +213,19 @@ class Engine:
         """Run one iteration: launch the next batch, then read the oldest one in flight and return what it sampled."""
         if self._inflight and self._needs_history():
             return self._read(self._inflight.popleft())
-        batch = self.scheduler.schedule()
+        if self.runner.max_inflight_steps:  # on GPUs a step is short
+            batch, begun = self.scheduler.schedule(), None
+        else:
+            batch, begun = self.scheduler.schedule(self._prefill_pace.max_tokens), time.monotonic()
         self._count(batch)
         if batch.chunks:
             self._inflight.append(self.runner.launch(batch))
+        events: list[Event] = []
         if len(self._inflight) > (self.runner.max_inflight_steps if batch.chunks else 0):
-            return self._read(self._inflight.popleft())
-        return []
+            events = self._read(self._inflight.popleft())
+        if begun is not None:
+            self._prefill_pace.record(batch.tokens, time.monotonic() - begun)
+        return events
 
     def _needs_history(self) -> bool:
         """Return whether the next batch can be scheduled only when the tokens in flight are known."""

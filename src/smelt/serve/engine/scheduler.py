@@ -69,6 +69,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._slots = deque(range(max_num_seqs))
         self._arrivals = 0
+        self._prompt_budget = max_num_batched_tokens  # what is left of it in the step that is being scheduled
 
     def add(self, request: Request) -> None:
         if len(self.waiting) >= self.max_queued:
@@ -94,9 +95,14 @@ class Scheduler:
             self._remove(request, reason)
         request.state, request.reason = RequestStatus.FINISHED, reason
 
-    def schedule(self) -> ScheduledBatch:
-        """Schedule the next step; its tokens count as computed from now on."""
+    def schedule(self, max_prompt_tokens: int | None = None) -> ScheduledBatch:
+        """Schedule the next step; its tokens count as computed from now on.
+
+        `max_prompt_tokens` limits the prompts in a step that running answers wait for.
+        """
         batch = ScheduledBatch()
+        answering = max_prompt_tokens is not None and any(_is_decoding(request) for request in self.running)
+        self._prompt_budget = max_prompt_tokens if max_prompt_tokens and answering else self.max_num_batched_tokens
         budget = self._schedule_running(batch)
         if not batch.preempted:
             self._admit(batch, budget)
@@ -121,7 +127,7 @@ class Scheduler:
         while index < len(self.running) and budget:
             request = self.running[index]
             expected, computed = request.num_expected_tokens, request.num_computed_tokens
-            count = self.cache_manager.schedulable_tokens(request, budget, self.prefill_chunk_size)
+            count = self._schedulable_tokens(request, budget, batch)
             finishing = expected >= request.limit and request.num_inflight > 0  # the token in flight is its last
             if count and not finishing:
                 if not self._allocate_or_preempt(request, count, batch):
@@ -130,6 +136,21 @@ class Scheduler:
                 budget -= count
             index += 1
         return budget
+
+    def _schedulable_tokens(self, request: Request, budget: int, batch: ScheduledBatch) -> int:
+        """Return how many tokens of a request this step computes, within what is left for prompts.
+
+        A chunk that the cache manager does not split is the only one in its step.
+        """
+        count = self.cache_manager.schedulable_tokens(request, budget, self.prefill_chunk_size)
+        if count <= 1:
+            return count
+        if count > self._prompt_budget:
+            smaller = self.cache_manager.schedulable_tokens(request, self._prompt_budget, self.prefill_chunk_size)
+            if smaller or any(chunk.count > 1 for chunk in batch.chunks):
+                count = smaller
+        self._prompt_budget = max(self._prompt_budget - count, 0)
+        return count
 
     def _allocate_or_preempt(self, request: Request, count: int, batch: ScheduledBatch) -> bool:
         """Allocate blocks for `count` more tokens, preempting the last requests if needed; False if `request` was
@@ -160,7 +181,7 @@ class Scheduler:
                 break
             if not self.cache_manager.admit(request, self._reserved_blocks(request)):
                 break
-            count = self.cache_manager.schedulable_tokens(request, budget, self.prefill_chunk_size)
+            count = self._schedulable_tokens(request, budget, batch)
             if not count:  # only complete chunks: this one waits for the next step
                 self.cache_manager.release(request, "")
                 request.num_computed_tokens = 0
@@ -212,6 +233,10 @@ class Scheduler:
     def _enqueue(self, request: Request) -> None:
         request.state = RequestStatus.WAITING
         insort(self.waiting, request, key=lambda waiting: waiting.order)
+
+
+def _is_decoding(request: Request) -> bool:
+    return request.num_computed_tokens >= len(request.prompt)
 
 
 def _expected_length(request: Request) -> int:

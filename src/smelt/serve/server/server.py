@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import resource
 import signal
@@ -59,6 +60,7 @@ class _ServerRun:
         stopping.cancel()
         if loading.done():
             loading.result()
+            gc.freeze()  # else a request with many objects would start a collection of all that was imported: a second
             return True
         loading.cancel()
         with suppress(asyncio.CancelledError):

@@ -76,6 +76,9 @@ class ServeConfig:
     kv_cache_gib: float | None = _option(None, "Memory of the KV cache in GiB.", minimum=0.0001, panel="KV cache")
     max_num_seqs: int = _option(256, "Maximum sequences in one batch.", minimum=1, maximum=4096, panel="Engine")
     max_num_batched_tokens: int = _option(2048, "Maximum tokens computed in one step.", minimum=1, panel="Engine")
+    target_step_seconds: float = _option(
+        0.2, "On CPU: seconds that a step with prompts takes while answers wait for it.", minimum=0.01, panel="Engine"
+    )
     enable_prefix_caching: bool = _option(True, "Reuse the KV cache of shared prefixes.", panel="KV cache")
     kv_profile: str | None = _option(
         None, "Per-head KV cache budgets written by `smelt kv profile`.", metavar="FILE", panel="KV cache"
@@ -162,6 +165,7 @@ class ServeConfig:
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
+            "target_step_seconds": self.target_step_seconds,
             "tensor_parallel_size": self.tensor_parallel_size,
             "kv_cache_bytes": None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30),
             "kv_cache_dtype": self.kv_cache_dtype,

@@ -7,6 +7,7 @@ It ends when the pipe is closed, so that no engine outlives its server. Grammars
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -68,6 +69,7 @@ class EngineWorker:
         pipe.send(self._ready())
 
     def run(self) -> None:
+        gc.freeze()  # else a full collection would go over everything that was imported, in the middle of a step
         while True:
             while self.pipe.poll(self._idle_seconds()):
                 self.handle(self.pipe.receive())
