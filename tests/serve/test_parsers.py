@@ -292,7 +292,7 @@ TEMPLATES = {
 def test_the_chat_template_tells_the_format(template: str, name: str) -> None:
     chosen = select_format(template, {"<tool_call>": 7, "other": 8})
     assert chosen.calls is TOOL_CALL_PARSERS[name] and chosen.template_has_tools and chosen.reasoning is None
-    assert chosen.special == ({"<tool_call>": 7} if name == "hermes" else {})
+    assert chosen.tokens == ({"<tool_call>": 7} if name == "hermes" else {})
 
 
 def test_names_override_the_template() -> None:

@@ -76,7 +76,7 @@ class OutputFormat:
     reasoning: ReasoningTags | None = None
     template_has_tools: bool = False
     template_has_developer: bool = False
-    special: Mapping[str, int] = field(default_factory=dict)  # markers of the format that are special tokens
+    tokens: Mapping[str, int] = field(default_factory=dict)  # markers of the format that are tokens
 
     @property
     def is_harmony(self) -> bool:
@@ -92,9 +92,9 @@ class OutputFormat:
 
 
 def select_format(
-    template: str, special_tokens: Mapping[str, int], tool_call_parser: str = AUTO, reasoning_parser: str = AUTO
+    template: str, added_tokens: Mapping[str, int], tool_call_parser: str = AUTO, reasoning_parser: str = AUTO
 ) -> OutputFormat:
-    """Choose the parsers by their names, or by the chat template. `special_tokens`: the ids of all special tokens."""
+    """Choose the parsers by their names, or by the chat template. `added_tokens`: ids of tokens that are no text."""
     name = tool_call_parser
     if name == AUTO:
         signs = (format_name for signs, format_name in _TEMPLATE_SIGNS if all(sign in template for sign in signs))
@@ -104,10 +104,10 @@ def select_format(
     if reasoning_parser == AUTO and calls is not HarmonyParser:
         known = REASONING_PARSERS["qwen3"], REASONING_PARSERS["mistral"]
         closings = {tags.closing: tags for tags in known}
-        reasoning = next((tags for end, tags in closings.items() if end in template or end in special_tokens), None)
+        reasoning = next((tags for end, tags in closings.items() if end in template or end in added_tokens), None)
     markers = [*(calls.markers if calls else ()), *((reasoning.opening, reasoning.closing) if reasoning else ())]
-    special = {marker: special_tokens[marker] for marker in markers if marker in special_tokens}
-    return OutputFormat(calls, reasoning, _uses_tools(template), "developer" in template, special)
+    tokens = {marker: added_tokens[marker] for marker in markers if marker in added_tokens}
+    return OutputFormat(calls, reasoning, _uses_tools(template), "developer" in template, tokens)
 
 
 def _uses_tools(template: str) -> bool:

@@ -19,10 +19,10 @@ _LINE_BREAKS = r"/[ \n]{0,2}/"
 
 
 class GrammarBuilder:
-    """Rules of one grammar. `special` has the ids of markers that are special tokens: no text can spell them."""
+    """Rules of one grammar. `tokens` has the ids of markers that are tokens, which no text matches."""
 
-    def __init__(self, special: Mapping[str, int]) -> None:
-        self._special, self._rules = special, dict[str, str]()
+    def __init__(self, tokens: Mapping[str, int]) -> None:
+        self._tokens, self._rules = tokens, dict[str, str]()
 
     def rule(self, name: str, body: str) -> str:
         self._rules[name] = body
@@ -33,21 +33,21 @@ class GrammarBuilder:
         return StructuredOutputParams("grammar", "\n".join(lines))
 
     def literal(self, text: str) -> str:
-        """Return a literal text, with special tokens by their ids."""
-        markers = "|".join(map(re.escape, self._special))
+        """Return a literal text, with markers by their ids."""
+        markers = "|".join(map(re.escape, self._tokens))
         pieces = re.split(f"({markers})", text) if markers else [text]
         return " ".join(
-            f"<[{self._special[piece]}]>" if piece in self._special else json.dumps(piece, ensure_ascii=False)
+            f"<[{self._tokens[piece]}]>" if piece in self._tokens else json.dumps(piece, ensure_ascii=False)
             for piece in pieces
             if piece
         )
 
     def text_until(self, name: str, end: str) -> str:
         """Return a rule of any text up to a literal, and the literal."""
-        first = next((marker for marker in self._special if end.startswith(marker)), "")
+        first = next((marker for marker in self._tokens if end.startswith(marker)), "")
         if first:
             return self.rule(name, f"{_ANY_TEXT} {self.literal(end)}")
-        pattern = re.sub(r"([^\w\s])", r"\\\1", end)
+        pattern = re.sub(r"([.^$*+?()\[\]{}|\\/])", r"\\\1", end)
         return self.rule(f"{name}[lazy]", rf"/(.|\n)*{pattern}/")
 
     def constraint(self, params: StructuredOutputParams) -> str:
