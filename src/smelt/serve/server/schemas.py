@@ -164,24 +164,18 @@ class DetokenizeRequest(StrictModel):
     tokens: Annotated[list[Token], Field(fail_fast=True)]
 
 
-FIELDS: frozenset[str] = frozenset(
-    name
-    for schema in (
-        CompletionRequest,
-        ChatRequest,
-        EmbeddingRequest,
-        TokenizeRequest,
-        DetokenizeRequest,
-        ChatMessage,
-        ContentPart,
-        ToolCall,
-        FunctionCall,
-        Tool,
-        Function,
-        NamedToolChoice,
-    )
-    for name in (*schema.model_fields, "include_usage", "continuous_usage_stats")
-)
+FIELDS: set[str] = set()  # the names of all fields, which an error may mention
+
+
+def register_fields(*schemas: type[StrictModel]) -> None:
+    """Let errors mention the fields of these schemas."""
+    FIELDS.update(name for schema in schemas for name in schema.model_fields)
+
+
+register_fields(
+    CompletionRequest, ChatRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest, StreamOptions, ChatMessage,
+    ContentPart, ToolCall, FunctionCall, Tool, Function, NamedToolChoice,
+)  # fmt: skip
 
 
 def extras(schema: StrictModel) -> dict[str, Any]:
