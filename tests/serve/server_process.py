@@ -26,7 +26,7 @@ CONTEXT = 2048
 PATIENCE = 120.0  # seconds a test waits for a state, even on a slow machine
 NAME = "tiny"
 TEMPLATE = (
-    "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{% for message in messages %}{% if message.role == 'developer' %}{{ raise_exception('no developers') }}{% endif %}"
     "{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 )
 

@@ -241,8 +241,8 @@ def test_tokenize_and_detokenize(server: Server) -> None:
 
 
 def test_a_template_that_refuses(server: Server) -> None:
-    answer = server.post("/v1/chat/completions", {"messages": [{"role": "tool", "content": "secret words"}]})
-    assert answer.status_code == 400 and "order of roles: tool" in answer.text and "secret" not in answer.text
+    answer = server.post("/v1/chat/completions", {"messages": [{"role": "developer", "content": "secret words"}]})
+    assert answer.status_code == 400 and "order of roles: developer" in answer.text and "secret" not in answer.text
 
 
 def test_an_event_is_one_line_to_every_reader_of_lines() -> None:

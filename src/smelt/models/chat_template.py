@@ -6,7 +6,7 @@ import selectors
 import subprocess
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -38,13 +38,16 @@ class ChatTemplateRenderer:
         self._source = ""
         self._finalizer: Any = None
 
-    def render(self, messages: Sequence[dict[str, str]]) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
+    ) -> str:
         """Return the messages as a prompt that ends where the assistant's answer starts.
 
+        `tools` are described to the model as its template does it; `variables` are others that a template may read.
         Raise a RequestError if the template does not accept them, and a TemplateLimitError if it does not end.
         """
         with self._lock:
-            reply = self._ask(encode_message(list(messages)))
+            reply = self._ask({**variables, "messages": list(messages), "tools": list(tools) if tools else None})
         if "text" in reply:
             return str(reply["text"])
         if "exceeded" in reply:
@@ -58,9 +61,13 @@ class ChatTemplateRenderer:
         if self._finalizer is not None:
             self._finalizer()
 
-    def _ask(self, request: bytes) -> dict[str, Any]:
+    def source(self, tools: Any = None) -> str:
+        """Return the template; some models have one of their own for tools."""
+        return str(self._tokenizer.get_chat_template(tools=tools))
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
-            source = self._tokenizer.get_chat_template()
+            source = self.source(request["tools"])
         except ValueError as error:  # several templates and none of them the default
             return {"error": " ".join(str(error).split())[:200]}
         process = self._process
@@ -69,7 +76,7 @@ class ChatTemplateRenderer:
         assert process.stdin is not None
         assert process.stdout is not None
         with suppress(OSError, ValueError):  # it ended, or was closed: there is no reply then
-            process.stdin.write(request)
+            process.stdin.write(encode_message(request))
             process.stdin.flush()
             with selectors.DefaultSelector() as selector:
                 selector.register(process.stdout, selectors.EVENT_READ)

@@ -5,8 +5,8 @@ looping for ever or building a string of gigabytes, often inside one C call that
 has limits: on memory from the start, on CPU time per request, and on the length of the text. It can write no file.
 
 The first message on standard input holds the template, the special tokens and the CPU time, each further one the
-messages of a request, which is answered by one message with the text or an error. All of them are JSON after their
-length in 8 bytes.
+variables of a request (`messages`, `tools` and others), which is answered by one message with the text or an error. All
+of them are JSON after their length in 8 bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MEMORY_BYTES = 512 * 2**20
-EXTRA_CHARACTERS, GROWTH = 2**20, 8  # a text may have so many characters, and so many times those of its messages
+EXTRA_CHARACTERS, GROWTH = 2**20, 8  # a text may have so many characters, and so many times those of its variables
 
 
 def limit_process() -> None:
@@ -125,17 +125,25 @@ def compile_template(source: str) -> jinja2.Template:
     return environment.from_string(source)
 
 
-def render(template: jinja2.Template, messages: list[dict[str, str]], variables: dict[str, Any]) -> dict[str, Any]:
+def render(template: jinja2.Template, request: dict[str, Any], special_tokens: dict[str, Any]) -> dict[str, Any]:
     """Return the text, or that it is too long."""
-    limit = EXTRA_CHARACTERS + GROWTH * sum(len(text) for message in messages for text in message.values())
+    limit = EXTRA_CHARACTERS + GROWTH * _count_characters(request)
     pieces, length = [], 0
-    given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
-    for piece in template.generate(**{**variables, **given}):
+    defaults = {"tools": None, "documents": None, "add_generation_prompt": True}
+    for piece in template.generate(**{**special_tokens, **defaults, **request}):
         pieces.append(piece)
         length += len(piece)
         if length > limit:
             return {"exceeded": f"it writes more than {limit} characters"}
     return {"text": "".join(pieces)}
+
+
+def _count_characters(value: Any) -> int:
+    if isinstance(value, dict):
+        return sum(len(key) + _count_characters(item) for key, item in value.items())
+    if isinstance(value, list):
+        return sum(map(_count_characters, value))
+    return len(value) if isinstance(value, str) else 1
 
 
 def encode_message(content: Any) -> bytes:
@@ -152,11 +160,11 @@ def read_message(file: IO[bytes]) -> Any:
     return json.loads(raw.decode("utf-8", "surrogatepass"))
 
 
-def _answer(state: dict[str, Any], messages: list[dict[str, str]]) -> dict[str, Any]:
+def _answer(state: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
     try:
         if "template" not in state:
             state["template"] = compile_template(state["source"])
-        return render(state["template"], messages, state["variables"])
+        return render(state["template"], request, state["variables"])
     except MemoryError:
         return {"exceeded": f"it needs more than {MEMORY_BYTES // 2**20} MiB of memory"}
     except Exception as error:  # a template may raise anything
@@ -168,9 +176,9 @@ def main() -> None:
     """Answer requests until standard input ends."""
     state = read_message(sys.stdin.buffer)
     limit_process()
-    while (messages := read_message(sys.stdin.buffer)) is not None:
+    while (request := read_message(sys.stdin.buffer)) is not None:
         _limit_cpu_time(state["cpu_seconds"])
-        sys.stdout.buffer.write(encode_message(_answer(state, messages)))
+        sys.stdout.buffer.write(encode_message(_answer(state, request)))
         sys.stdout.buffer.flush()
 
 

@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from smelt.errors import RequestError
-from smelt.serve.server import chat, completions, embeddings, status, tokens
+from smelt.serve.server import chat, completions, embeddings, messages, responses, status, tokens
 from smelt.serve.server.errors import ApiError, on_api_error, on_http_error, on_validation_error
 from smelt.serve.server.middleware import RequestGuard
 from smelt.serve.server.service import Service
@@ -20,7 +20,7 @@ def create_app(service: Service) -> ASGIApp:
     # FastAPI's docs pages would load scripts from other sites; its redirects would repeat the Host header of a client.
     app = FastAPI(title="smelt serve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
-    for module in (completions, chat, embeddings, tokens, status):
+    for module in (completions, chat, responses, messages, embeddings, tokens, status):
         app.include_router(module.router)
     for error in (ApiError, RequestError, OverloadedError, WorkerDiedError):
         app.add_exception_handler(error, on_api_error)

@@ -10,9 +10,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from smelt.serve.server.errors import ApiError
-from smelt.serve.server.generation import Delta, Generation, build_sampling_params, check_generation
-from smelt.serve.server.schemas import ChatMessage, ChatRequest, extras
+from smelt.serve.server.chat_generation import Call, ChatAnswer, ChatDelta, ChatGeneration, prepare_chat
+from smelt.serve.server.generation import Delta
+from smelt.serve.server.parsers.base import CallStart, Content, Part, Reasoning
+from smelt.serve.server.schemas import ChatRequest
 from smelt.serve.server.service import Service
 from smelt.serve.server.stream import Chunk, respond
 from smelt.serve.server.tokenization import AsyncTokenizer
@@ -23,51 +24,26 @@ router = APIRouter()
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service: Service = request.app.state.service
-    check_generation(service, body)
-    if body.top_logprobs and not body.logprobs:
-        raise ApiError(400, "top_logprobs requires logprobs to be true.", param="top_logprobs")
-    sampling = build_sampling_params(
-        body, max_tokens=body.max_completion_tokens or body.max_tokens,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None, vocab_size=service.vocab_size,
-    )  # fmt: skip
-    prompt = await service.tokenizer.encode_chat(plain_messages(body.messages))
-    generation = Generation(service, [prompt], body, sampling, request.state.key)
-    writer = _Writer(service, body, generation)
-    return await respond(request, generation, writer, body.stream)
-
-
-def plain_messages(messages: list[ChatMessage]) -> list[dict[str, str]]:
-    """Return the roles and texts, which is all that a chat template sees."""
-    return [{"role": message.role, "content": _text(message, index)} for index, message in enumerate(messages)]
-
-
-def _text(message: ChatMessage, index: int) -> str:
-    param = f"messages.{index}"
-    if extras(message).get("tool_calls"):
-        raise ApiError(400, f"{param}: tools are not supported yet.", param=param, code="unsupported")
-    if isinstance(message.content, str):
-        return message.content
-    parts = message.content or []
-    if any(part.type != "text" or part.text is None for part in parts):
-        raise ApiError(400, f"{param}: this server reads text only.", param=param, code="unsupported")
-    return "".join(part.text or "" for part in parts)
+    chat = await prepare_chat(service, body, request.state.key)
+    return await respond(request, chat.generation, _Writer(service, body, chat), body.stream)
 
 
 class _Writer:
     """Write the responses to one request."""
 
-    def __init__(self, service: Service, body: ChatRequest, generation: Generation) -> None:
-        self.tokenizer, self.body, self.generation = service.tokenizer, body, generation
+    def __init__(self, service: Service, body: ChatRequest, chat: ChatGeneration) -> None:
+        self.tokenizer, self.body, self.chat, self.generation = service.tokenizer, body, chat, chat.generation
         self.head = {
             "id": f"chatcmpl-{body.request_id or uuid.uuid4().hex}", "object": "chat.completion",
             "created": int(time.time()), "model": body.model or service.name,
         }  # fmt: skip
 
     def response(self, answers: list[Delta]) -> dict[str, Any]:
-        choices = [
-            self._choice(answer, message={"role": "assistant", "content": answer.text, "refusal": None})
-            for answer in answers
-        ]
+        choices = []
+        for answer in answers:
+            delta = self.chat.parse(answer)
+            message = _message(self.chat.answers[answer.index])
+            choices.append(self._choice(answer, delta.reason, message=message))
         return {**self.head, "choices": choices, "usage": self.generation.usage}
 
     async def chunks(self) -> AsyncIterator[Chunk]:
@@ -75,24 +51,52 @@ class _Writer:
         options = self.body.stream_options
         usage_in_chunks = options is not None and bool(options.continuous_usage_stats)
         started: set[int] = set()
-        async for deltas in self.generation.deltas():
+        async for deltas in self.chat.deltas():
             yield None
             for delta in deltas:
                 usage = {"usage": self.generation.usage} if usage_in_chunks else {}
-                if delta.index not in started:
-                    started.add(delta.index)
-                    first = self._choice(Delta(delta.index), delta={"role": "assistant", "content": ""})
+                index = delta.raw.index
+                if index not in started:
+                    started.add(index)
+                    first = self._choice(Delta(index), "", delta={"role": "assistant", "content": ""})
                     yield {**head, "choices": [first], **usage}
-                if delta.text or delta.logprobs or delta.reason or self.body.return_token_ids:
-                    content = {"content": delta.text} if delta.text else {}
-                    yield {**head, "choices": [self._choice(delta, delta=content)], **usage}
+                for choice in self._delta_choices(delta):
+                    yield {**head, "choices": [choice], **usage}
         if options is not None and options.include_usage:
             yield {**head, "choices": [], "usage": self.generation.usage}
 
-    def _choice(self, answer: Delta, **content: Any) -> dict[str, Any]:
+    def _delta_choices(self, delta: ChatDelta) -> list[dict[str, Any]]:
+        """Return one choice for each part: the first with the tokens, the last with the reason."""
+        raw, count = delta.raw, len(self.chat.answers[delta.raw.index].calls)
+        index = count - sum(isinstance(part, CallStart) for part in delta.parts) - 1  # of the call that went on
+        contents = []
+        for part in delta.parts:
+            index += isinstance(part, CallStart)
+            contents.append(self._part_content(part, raw.index, index))
+        shown = raw.logprobs or delta.reason or (self.body.return_token_ids and raw.tokens)
+        if (not contents and shown) or (delta.reason == "tool_calls" and contents):
+            contents.append({})
+        choices = []
+        for number, content in enumerate(contents):
+            tokens = raw if number == 0 else Delta(raw.index)
+            reason = delta.reason if number == len(contents) - 1 else ""
+            choices.append(self._choice(tokens, reason, delta=content))
+        return choices
+
+    def _part_content(self, part: Part, answer: int, index: int) -> dict[str, Any]:
+        if isinstance(part, Content):
+            return {"content": part.text}
+        if isinstance(part, Reasoning):
+            return {"reasoning_content": part.text, "reasoning": part.text}
+        call = self.chat.answers[answer].calls[index]
+        if isinstance(part, CallStart):
+            return {"tool_calls": [{"index": index, **Call(call.id, call.name).to_json()}]}
+        return {"tool_calls": [{"index": index, "function": {"arguments": part.text}}]}
+
+    def _choice(self, answer: Delta, reason: str, **content: Any) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": answer.index, **content, "logprobs": self._logprobs(answer),
-            "finish_reason": answer.reason or None,
+            "finish_reason": reason or None,
         }  # fmt: skip
         if self.body.return_token_ids:
             choice["token_ids"] = answer.tokens
@@ -109,6 +113,15 @@ class _Writer:
             for logprob in answer.logprobs
         ]
         return {"content": content, "refusal": None}
+
+
+def _message(answer: ChatAnswer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
+    if answer.calls:
+        message |= {"content": answer.content or None, "tool_calls": [call.to_json() for call in answer.calls]}
+    if answer.reasoning:  # under the names of DeepSeek and vLLM
+        message |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
+    return message
 
 
 def _entry(tokenizer: AsyncTokenizer, token: int, value: float) -> dict[str, Any]:

@@ -14,6 +14,10 @@ from smelt.errors import RequestError
 from smelt.serve.engine.request import ContextLengthError
 from smelt.serve.worker.client import OverloadedError, WorkerDiedError
 
+_ANTHROPIC_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -33,9 +37,22 @@ class ApiError(Exception):
         error_type = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}}
 
+    def body_for(self, path: str) -> dict[str, Any]:
+        """Return the body in the format of the API that a route belongs to."""
+        if path.startswith("/v1/messages"):
+            default = "api_error" if self.status >= 500 else "invalid_request_error"
+            error_type = _ANTHROPIC_TYPES.get(self.status, default)
+            return {"type": "error", "error": {"type": error_type, "message": self.message}}
+        if path.startswith("/api/"):
+            return {"error": self.message}
+        return self.body
+
+    def response_for(self, path: str) -> JSONResponse:
+        return JSONResponse(self.body_for(path), self.status, self.headers)
+
     @property
     def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, self.headers)
+        return self.response_for("")
 
 
 class ClientGoneError(Exception):
@@ -56,28 +73,28 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "the server failed to handle this request; this is a bug.", code="internal_error")
 
 
-async def on_api_error(_: Request, error: Exception) -> JSONResponse:
-    return as_api_error(error).response
+async def on_api_error(request: Request, error: Exception) -> JSONResponse:
+    return as_api_error(error).response_for(request.url.path)
 
 
 async def on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     messages = {404: "there is no such route.", 405: f"this route does not accept {request.method[:10]}."}
     message = messages.get(error.status_code, "the request cannot be read.")
-    return ApiError(error.status_code, message, headers=error.headers).response
+    return ApiError(error.status_code, message, headers=error.headers).response_for(request.url.path)
 
 
-async def on_validation_error(_: Request, error: Exception) -> JSONResponse:
+async def on_validation_error(request: Request, error: Exception) -> JSONResponse:
     """Report the first invalid field without its value, which may be a prompt."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    param = _field_path(first["loc"])
+    param, path = _field_path(first["loc"]), request.url.path
     if first["type"] == "json_invalid":
-        return ApiError(400, "the body is not valid JSON.").response
+        return ApiError(400, "the body is not valid JSON.").response_for(path)
     if first["type"] == "model_attributes_type" and param is None:
-        return ApiError(400, "the body must be a JSON object, sent as application/json.").response
+        return ApiError(400, "the body must be a JSON object, sent as application/json.").response_for(path)
     prefix = f"{param}: " if param else ""
-    return ApiError(400, f"{prefix}{first['msg'][:200]}.", param=param).response
+    return ApiError(400, f"{prefix}{first['msg'][:200]}.", param=param).response_for(path)
 
 
 def _field_path(parts: Sequence[Any]) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,10 +50,16 @@ class AnswerState:
     """One answer in progress: its text so far, and its times."""
 
     def __init__(
-        self, index: int, prompt: list[int], service: Service, sampling: SamplingParams, keep_stop: bool
+        self,
+        index: int,
+        prompt: list[int],
+        service: Service,
+        sampling: SamplingParams,
+        keep_stop: bool,
+        markers: Collection[int],
     ) -> None:
         self.index, self.metrics = index, service.metrics
-        self.text = service.tokenizer.detokenizer(prompt, sampling.stop, keep_stop)
+        self.text = service.tokenizer.detokenizer(prompt, sampling.stop, keep_stop, markers)
         self.count, self.cached, self.reason = 0, 0, ""
         self.started = self.first = self.last = 0.0
 
@@ -99,7 +105,10 @@ class AnswerState:
 
 
 class Generation:
-    """One request in progress. `start` refuses what cannot be served; after it, `close` must be called."""
+    """One request in progress; `markers` are special tokens that its answers show.
+
+    `start` refuses what cannot be served; after it, `close` must be called.
+    """
 
     def __init__(
         self,
@@ -108,16 +117,18 @@ class Generation:
         request: GenerationRequest,
         sampling: SamplingParams,
         key: bytes,
+        markers: Collection[int] = (),
     ) -> None:
         self.service, self.prompts, self.sampling = service, prompts, sampling
         self.arrival = time.monotonic()
         self.priority = request.priority or 0
+        self.constraint_param = "response_format"  # the field that an invalid constraint comes from
         self.adapter = service.adapter_name(request.model)
         self.salt = hashlib.sha256(key + b"\0" + (request.cache_salt or "").encode()).digest()
         keep_stop = bool(request.include_stop_str_in_output)
         n = sampling.n
         self.answers = [
-            AnswerState(index * n + sample, prompt, service, sampling, keep_stop)
+            AnswerState(index * n + sample, prompt, service, sampling, keep_stop, markers)
             for index, prompt in enumerate(prompts)
             for sample in range(n)
         ]
@@ -154,10 +165,10 @@ class Generation:
         except TimeoutError:
             self.close()
             message = f"the structured output was not compiled within {seconds:g} seconds; simplify it, or try again."
-            raise ApiError(400, message, param="response_format") from None
+            raise ApiError(400, message, param=self.constraint_param) from None
         except RequestError as error:
             self.close("error")
-            raise ApiError(400, str(error), param="response_format") from error
+            raise ApiError(400, str(error), param=self.constraint_param) from error
         except BaseException:  # the engine died, or the client is gone
             self.close("error")
             raise

@@ -46,7 +46,7 @@ class RequestGuard:
                 logger.error("a request failed: %s at %s", type(error).__name__, _location(error))
             if started:
                 raise ConnectionAbortedError from None  # too late for an error response: close the connection
-            await as_api_error(error).response(scope, receive, send)
+            await as_api_error(error).response_for(scope["path"])(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
         headers = scope["headers"]

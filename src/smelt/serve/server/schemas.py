@@ -10,6 +10,7 @@ from smelt.serve.engine.sampling_params import MAX_LOGIT_BIASES, MAX_LOGPROBS, M
 
 MAX_PROMPTS = 256
 MAX_MESSAGES = 2048
+MAX_TOOLS = 128
 MAX_STOP_CHARACTERS = 512
 INT64 = 2**63 - 1
 
@@ -29,6 +30,7 @@ Tokens = Annotated[list[Token], Field(fail_fast=True, min_length=1)]
 Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
 TokenLists = Annotated[list[Tokens], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
 Stop = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
@@ -87,9 +89,46 @@ class ContentPart(StrictModel):
     text: Text | None = None
 
 
+class FunctionCall(StrictModel):
+    name: Text
+    arguments: Text | dict[str, Any]  # JSON; some clients send the object
+
+
+class ToolCall(StrictModel):
+    id: Annotated[Text, Field(max_length=256)] | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
+    name: Text | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_call_id: Annotated[Text, Field(max_length=256)] | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
+
+
+class Function(StrictModel):
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
+    strict: bool | None = None
+
+
+class Tool(StrictModel):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(StrictModel):
+    name: FunctionName
+
+
+class NamedToolChoice(StrictModel):
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class ChatRequest(GenerationRequest):
@@ -97,6 +136,10 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
 
 class EmbeddingRequest(StrictModel):
@@ -111,6 +154,7 @@ class TokenizeRequest(StrictModel):
     model: str | None = None
     prompt: Text | None = None
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -120,19 +164,18 @@ class DetokenizeRequest(StrictModel):
     tokens: Annotated[list[Token], Field(fail_fast=True)]
 
 
-FIELDS: frozenset[str] = frozenset(
-    name
-    for schema in (
-        CompletionRequest,
-        ChatRequest,
-        EmbeddingRequest,
-        TokenizeRequest,
-        DetokenizeRequest,
-        ChatMessage,
-        ContentPart,
-    )
-    for name in (*schema.model_fields, "include_usage", "continuous_usage_stats")
-)
+FIELDS: set[str] = set()  # the names of all fields, which an error may mention
+
+
+def register_fields(*schemas: type[StrictModel]) -> None:
+    """Let errors mention the fields of these schemas."""
+    FIELDS.update(name for schema in schemas for name in schema.model_fields)
+
+
+register_fields(
+    CompletionRequest, ChatRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest, StreamOptions, ChatMessage,
+    ContentPart, ToolCall, FunctionCall, Tool, Function, NamedToolChoice,
+)  # fmt: skip
 
 
 def extras(schema: StrictModel) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from smelt.serve.engine.request import check_prompt, check_tokens
 from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.server.errors import ApiError, as_api_error
 from smelt.serve.server.metrics import ServerMetrics
+from smelt.serve.server.parsers import OutputFormat, select_format
 from smelt.serve.server.settings import ServeConfig, ServerSettings
 from smelt.serve.server.supervisor import EngineSupervisor
 from smelt.serve.server.tokenization import AsyncTokenizer
@@ -74,6 +75,7 @@ class Service:
         self.max_model_len = self.vocab_size = 0
         self.metrics: ServerMetrics
         self.tokenizer: AsyncTokenizer
+        self.output_format: OutputFormat
         self.admission: AdmissionControl
 
     async def start(self) -> None:
@@ -125,6 +127,8 @@ class Service:
     def _set_up(self, tokenizer: Any, max_prompt_tokens: int) -> None:
         self.metrics = ServerMetrics(self.name, self.max_model_len)
         self.tokenizer = AsyncTokenizer(tokenizer, max_prompt_tokens)
+        names = self.settings.tool_call_parser, self.settings.reasoning_parser
+        self.output_format = select_format(self.tokenizer.template, self.tokenizer.added_tokens, *names)
         self.admission = AdmissionControl(self._capacity, self.metrics)
 
     def _observe(self, state: dict[str, int]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from smelt.device import resolve_device
 from smelt.errors import ConfigError
 from smelt.serve.server.auth import check_binding, read_keys
+from smelt.serve.server.parsers import AUTO, NONE, REASONING_PARSERS, TOOL_CALL_PARSERS, check_parser_names
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class ServerSettings:
     adapters: dict[str, str] = field(default_factory=dict)  # LoRA adapters: folders by name
     limits: ServerLimits = ServerLimits()
     replicas: int = 1
+    tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO
 
 
 def _option(default: Any, description: str, **metadata: Any) -> Any:
@@ -128,6 +131,12 @@ class ServeConfig:
     lora_modules: tuple[str, ...] = _option(
         (), "A LoRA adapter served as NAME; may be repeated.", metavar="NAME=FOLDER", panel="Engine"
     )
+    tool_call_parser: str = _option(
+        AUTO, f"How the model writes tool calls: {', '.join((AUTO, NONE, *TOOL_CALL_PARSERS))}.",
+        metavar="NAME", panel="Engine")  # fmt: skip
+    reasoning_parser: str = _option(
+        AUTO, f"How the model writes its reasoning: {', '.join((AUTO, NONE, *REASONING_PARSERS))}.",
+        metavar="NAME", panel="Engine")  # fmt: skip
     tensor_parallel_size: int = _option(
         1, "Devices that the model is sharded over.", minimum=1, maximum=64, panel="Engine"
     )
@@ -152,12 +161,13 @@ class ServeConfig:
         keys = read_keys(Path(self.api_key_file)) if self.api_key_file is not None else frozenset()
         check_binding(self.host, keys)
         self._check_kv_cache()
+        check_parser_names(self.tool_call_parser, self.reasoning_parser)
         values = dataclasses.asdict(self)
         limits = ServerLimits(**{name: values[name] for name in _names(ServerLimits) & values.keys()})
         device = resolve_device(self.device)
         return ServerSettings(
             model, self.served_model_name, self.host, self.port, keys, device, self._engine_fields(),
-            _adapter_folders(self.lora_modules), limits, self.replicas,
+            _adapter_folders(self.lora_modules), limits, self.replicas, self.tool_call_parser, self.reasoning_parser,
         )  # fmt: skip
 
     def _engine_fields(self) -> dict[str, Any]:

@@ -7,13 +7,14 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from smelt.serve.server.errors import ClientGoneError, as_api_error
+from smelt.serve.server.errors import ApiError, ClientGoneError, as_api_error
 from smelt.serve.server.generation import PING_SECONDS, Delta, Generation
 from smelt.serve.worker.client import WorkerDiedError
 
@@ -31,6 +32,11 @@ def sse_event(content: Any) -> bytes:
     return f"data: {text if text.isascii() else text.translate(_SEPARATORS)}\n\n".encode()
 
 
+def named_event(content: dict[str, Any]) -> bytes:
+    """Return an event whose name is its type, as Anthropic's clients and OpenAI's Responses expect."""
+    return f"event: {content['type']}\n".encode() + sse_event(content)
+
+
 class ResponseWriter(Protocol):
     """Write the answers to one request in the format of its route."""
 
@@ -41,21 +47,45 @@ class ResponseWriter(Protocol):
         """Yield the chunks of a stream."""
 
 
-async def respond(request: Request, generation: Generation, writer: ResponseWriter, stream: bool | None) -> Response:
+@dataclass(frozen=True)
+class StreamFormat:
+    """How an API writes the chunks of a stream, a sign of life, an error, and the end."""
+
+    encode: Callable[[dict[str, Any]], bytes] = sse_event
+    encode_error: Callable[[ApiError], bytes] = lambda error: sse_event(error.body) + DONE
+    ping: bytes = PING
+    done: bytes = DONE
+    media_type: str = "text/event-stream"
+
+
+OPENAI_STREAM = StreamFormat()
+
+
+async def respond(
+    request: Request,
+    generation: Generation,
+    writer: ResponseWriter,
+    stream: bool | None,
+    stream_format: StreamFormat = OPENAI_STREAM,
+) -> Response:
     """Start a generation, which may refuse it, and respond as events or with complete answers."""
     await generation.start()
     if stream:
-        return EventStreamResponse(generation, writer.chunks)
+        return EventStreamResponse(generation, writer.chunks, stream_format)
     return JSONResponse(writer.response(await collect(request, generation)))
 
 
 class EventStreamResponse(Response):
     """Send the chunks of a generation; an error after the first byte is sent as an event."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, generation: Generation, chunks: Callable[[], AsyncIterator[Chunk]]) -> None:
-        self.generation, self.chunks = generation, chunks
+    def __init__(
+        self,
+        generation: Generation,
+        chunks: Callable[[], AsyncIterator[Chunk]],
+        stream_format: StreamFormat = OPENAI_STREAM,
+    ) -> None:
+        self.generation, self.chunks, self.format = generation, chunks, stream_format
+        self.media_type = stream_format.media_type
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
 
@@ -67,12 +97,12 @@ class EventStreamResponse(Response):
             async with aclosing(self._events()) as events:
                 async for content in events:
                     await send({"type": "http.response.body", "body": content, "more_body": True})
-            await send({"type": "http.response.body", "body": DONE})
+            await send({"type": "http.response.body", "body": self.format.done})
         except ClientGoneError:
             pass
         except Exception as error:
             reason = "error" if isinstance(error, WorkerDiedError) else "abort"
-            content = sse_event(as_api_error(error).body) + DONE
+            content = self.format.encode_error(as_api_error(error))
             await send({"type": "http.response.body", "body": content})
         finally:
             watcher.cancel()
@@ -82,7 +112,7 @@ class EventStreamResponse(Response):
         last_sent = time.monotonic()
         async for chunk in self.chunks():
             if chunk is not None or time.monotonic() - last_sent >= PING_SECONDS:
-                yield PING if chunk is None else sse_event(chunk)
+                yield self.format.ping if chunk is None else self.format.encode(chunk)
                 last_sent = time.monotonic()
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from contextlib import suppress
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from smelt.errors import RequestError, is_panic
@@ -50,6 +51,8 @@ class AsyncTokenizer:
         self._waiting_characters = self._waiting_chats = 0
         byte_level = inner is not None and "ByteLevel" in repr(inner.decoder)
         self._byte_of = {character: byte for byte, character in _byte_characters().items()} if byte_level else {}
+        added = tokenizer.added_tokens_decoder
+        self._special_ids = frozenset(index for index, token in added.items() if token.special)
         self.token = lru_cache(maxsize=65536)(self._token)
 
     async def encode(self, text: str, *, special: bool = True, param: str = "prompt", inline: bool = True) -> list[int]:
@@ -60,8 +63,8 @@ class AsyncTokenizer:
             raise ApiError(400, message, param=param, code="context_length_exceeded")
         return await self._run(len(text), lambda: self._encode(text, special), inline=inline)
 
-    async def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Apply the chat template, with the generation prompt, and tokenize."""
+    async def render_chat(self, messages: list[dict[str, Any]], tools: Any = None, **variables: Any) -> str:
+        """Apply the chat template, with the generation prompt; `tools` and `variables` are further variables of it."""
         if not self.tokenizer.chat_template:
             raise ApiError(
                 400, "the model has no chat template; use /v1/completions, or add a chat_template.jinja to it.",
@@ -71,10 +74,10 @@ class AsyncTokenizer:
             raise _overloaded("too many conversations wait to be rendered; try again later.")
         self._waiting_chats += 1
         try:
-            text = await asyncio.get_running_loop().run_in_executor(self._template_thread, self._render, messages)
+            render = partial(self._render, messages, tools, variables)
+            return await asyncio.get_running_loop().run_in_executor(self._template_thread, render)
         finally:
             self._waiting_chats -= 1
-        return await self.encode(text, special=False, param="messages")
 
     async def token_texts(self, tokens: Sequence[int]) -> list[str]:
         """Return the text of each token alone."""
@@ -83,17 +86,35 @@ class AsyncTokenizer:
     async def decode(self, tokens: Sequence[int]) -> str:
         return await self._run(len(tokens), lambda: str(self.tokenizer.decode(list(tokens))))
 
-    def detokenizer(self, prompt: Sequence[int], stop: Sequence[str], include_stop: bool = False) -> Detokenizer:
-        return Detokenizer(self._decoder, prompt, stop, include_stop=include_stop)
+    def detokenizer(
+        self, prompt: Sequence[int], stop: Sequence[str], include_stop: bool = False, markers: Collection[int] = ()
+    ) -> Detokenizer:
+        """Return a detokenizer of one answer. `markers` are special tokens that are part of its text all the same."""
+        decoder = self._decoder
+        if not self._special_ids.isdisjoint(markers):
+            decoder = _MarkerDecoder(decoder, self._special_ids.difference(markers))
+        return Detokenizer(decoder, prompt, stop, include_stop=include_stop)
 
     def close(self) -> None:
         self._template.close()
         for threads in (self._threads, self._template_thread):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
+    @property
+    def template(self) -> str:
+        """The chat template for requests with tools; empty if there is none."""
+        with suppress(ValueError):  # several templates and none of them the default
+            return self._template.source([{}]) if self.tokenizer.chat_template else ""
+        return ""
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """The ids of tokens beside the vocabulary of texts, special ones and others."""
+        return {token.content: index for index, token in self.tokenizer.added_tokens_decoder.items()}
+
+    def _render(self, messages: list[dict[str, Any]], tools: Any, variables: dict[str, Any]) -> str:
         try:
-            return self._template.render(messages)
+            return self._template.render(messages, tools, **variables)
         except TemplateLimitError as error:  # the model's fault, not the client's
             raise ApiError(500, str(error), code="chat_template") from error
         except RequestError as error:
@@ -133,6 +154,21 @@ class _FastDecoder:
     def decode(self, tokens: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
         assert not clean_up_tokenization_spaces
         return str(self._inner.decode(tokens, skip_special_tokens))
+
+
+class _MarkerDecoder:
+    """Decode some special tokens as text, and skip the others."""
+
+    def __init__(self, decoder: Any, skipped: frozenset[int]) -> None:
+        self._decoder, self._skipped = decoder, skipped
+
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        text = [token for token in tokens if token not in self._skipped]
+        return str(
+            self._decoder.decode(
+                text, skip_special_tokens=False, clean_up_tokenization_spaces=clean_up_tokenization_spaces
+            )
+        )
 
 
 def _without_panic(work: Callable[[], T]) -> T:

@@ -6,10 +6,11 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from smelt.serve.server.chat import plain_messages
+from smelt.serve.server.chat_generation import render_prompt
 from smelt.serve.server.errors import ApiError
-from smelt.serve.server.schemas import DetokenizeRequest, TokenizeRequest
+from smelt.serve.server.schemas import ChatRequest, DetokenizeRequest, TokenizeRequest
 from smelt.serve.server.service import Service
+from smelt.serve.server.tools import parse_tools
 
 router = APIRouter()
 
@@ -21,7 +22,9 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages.", param="prompt")
     if body.messages is not None:
-        tokens = await service.tokenizer.encode_chat(plain_messages(body.messages))
+        chat = ChatRequest(messages=body.messages, tools=body.tools)
+        text = await render_prompt(service, chat, parse_tools(chat, service.output_format))
+        tokens = await service.tokenizer.encode(text, special=False, param="messages")
     else:
         tokens = await service.tokenizer.encode(body.prompt or "", special=body.add_special_tokens is not False)
     strings = await service.tokenizer.token_texts(tokens) if body.return_token_strs else None

@@ -8,9 +8,8 @@ from smelt.serve.server.errors import ApiError
 from smelt.serve.server.schemas import GenerationRequest, extras
 
 _REASONS = {
-    "tools": "tools are not supported yet",
-    "functions": "tools are not supported yet",
-    "tool_calls": "tools are not supported yet",
+    "functions": "use tools, each with type function",
+    "function_call": "use tool_choice",
     "guided_json": "use structured_outputs",
     "guided_regex": "use structured_outputs",
     "guided_choice": "use structured_outputs",
@@ -37,8 +36,6 @@ def check_supported(body: GenerationRequest) -> None:
     best_of = fields.get("best_of")
     if best_of is not None and best_of != (body.n or 1):
         raise ApiError(400, "best_of: only the same number as n is supported.", param="best_of", code="unsupported")
-    if fields.get("tool_choice") not in (None, "none", "auto"):
-        raise ApiError(400, f"tool_choice: {_REASONS['tools']}.", param="tool_choice", code="unsupported")
     modalities = fields.get("modalities")
     if modalities not in (None, ["text"]):
         raise ApiError(400, "modalities: this server answers with text only.", param="modalities", code="unsupported")
