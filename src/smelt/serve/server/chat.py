@@ -11,7 +11,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from smelt.serve.server.errors import ApiError
-from smelt.serve.server.generation import Delta, Generation, build_sampling_params, check_generation
+from smelt.serve.server.generation import (
+    Delta,
+    Generation,
+    build_sampling_params,
+    check_generation,
+    prompt_logprobs_body,
+)
 from smelt.serve.server.schemas import ChatMessage, ChatRequest, extras
 from smelt.serve.server.service import Service
 from smelt.serve.server.stream import Chunk, respond
@@ -27,8 +33,9 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs requires logprobs to be true.", param="top_logprobs")
     sampling = build_sampling_params(
-        body, max_tokens=body.max_completion_tokens or body.max_tokens,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None, vocab_size=service.vocab_size,
+        body, max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None, prompt_logprobs=body.prompt_logprobs,
+        vocab_size=service.vocab_size,
     )  # fmt: skip
     prompt = await service.tokenizer.encode_chat(plain_messages(body.messages))
     generation = Generation(service, [prompt], body, sampling, request.state.key)
@@ -68,7 +75,11 @@ class _Writer:
             self._choice(answer, message={"role": "assistant", "content": answer.text, "refusal": None})
             for answer in answers
         ]
-        return {**self.head, "choices": choices, "usage": self.generation.usage}
+        response = {**self.head, "choices": choices, "usage": self.generation.usage}
+        if (count := self.body.prompt_logprobs) is not None:
+            logprobs = self.generation.prompt_logprobs(0)
+            response["prompt_logprobs"] = prompt_logprobs_body(self.tokenizer, logprobs, count)
+        return response
 
     async def chunks(self) -> AsyncIterator[Chunk]:
         head = {**self.head, "object": "chat.completion.chunk"}

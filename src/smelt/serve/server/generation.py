@@ -14,9 +14,11 @@ from smelt.serve.server.errors import ApiError, ClientGoneError
 from smelt.serve.server.schemas import GenerationRequest
 from smelt.serve.server.service import Service
 from smelt.serve.server.structured import parse_structured_output
+from smelt.serve.server.tokenization import AsyncTokenizer
 from smelt.serve.server.unsupported import check_supported
 from smelt.serve.worker.client import TokenEvent, TokenStream, WorkerDiedError
 
+EVICTING_OPTIONS = ("kv_profile", "kv_token_cap")  # of the engine: they keep only a part of a prompt
 PING_SECONDS = 15.0  # of silence, after which a streaming client gets a ping
 
 
@@ -27,6 +29,13 @@ class TokenLogprob:
     token: int
     own: float
     top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class PromptTokenLogprob(TokenLogprob):
+    """The same of a prompt token, with its rank among all tokens, from 1 on."""
+
+    rank: int
 
 
 @dataclass
@@ -52,7 +61,8 @@ class AnswerState:
     def __init__(
         self, index: int, prompt: list[int], service: Service, sampling: SamplingParams, keep_stop: bool
     ) -> None:
-        self.index, self.metrics = index, service.metrics
+        self.index, self.prompt, self.metrics = index, prompt, service.metrics
+        self.prompt_logprobs: list[PromptTokenLogprob] = []  # from the second prompt token on; of the first sample only
         self.text = service.tokenizer.detokenizer(prompt, sampling.stop, keep_stop)
         self.count, self.cached, self.reason = 0, 0, ""
         self.started = self.first = self.last = 0.0
@@ -60,6 +70,10 @@ class AnswerState:
     def add(self, events: Sequence[TokenEvent], arrival: float) -> Delta:
         """Turn new tokens into text; drop what comes after a stop string."""
         now = time.monotonic()
+        for event in events:
+            for own, rank, top in event.prompt_logprobs:
+                token = self.prompt[len(self.prompt_logprobs) + 1]
+                self.prompt_logprobs.append(PromptTokenLogprob(token, own, list(top), rank))
         new = [(event.token, event) for event in events if event.token is not None]
         update = self.text.update([token for token, _ in new], events[-1].reason)
         delta = Delta(self.index, update.text, reason=update.reason)
@@ -79,9 +93,10 @@ class AnswerState:
         metrics.finished.inc(label=reason)
         if reason in ("stop", "length"):
             metrics.e2e_latency.observe(now - arrival)
-            metrics.inference_time.observe(now - self.started)
-            metrics.decode_time.observe(now - self.first)
             metrics.request_generation_tokens.observe(self.count)
+            if self.count:
+                metrics.inference_time.observe(now - self.started)
+                metrics.decode_time.observe(now - self.first)
             if self.count > 1:
                 metrics.time_per_output_token.observe((now - self.first) / (self.count - 1))
 
@@ -126,6 +141,9 @@ class Generation:
     async def start(self) -> None:
         for prompt in self.prompts:
             self.service.check_prompt(prompt, self.sampling)
+        if self.sampling.prompt_logprobs is not None and any(map(self.service.settings.engine.get, EVICTING_OPTIONS)):
+            message = "log-probabilities of a prompt need a complete KV cache, which this server does not keep."
+            raise ApiError(400, message, param="prompt_logprobs", code="unsupported")
         admission, metrics = self.service.admission, self.service.metrics
         admission.acquire(len(self.answers))
         try:
@@ -197,6 +215,10 @@ class Generation:
             if not answer.reason:
                 answer.finish(reason, time.monotonic(), self.arrival)
 
+    def prompt_logprobs(self, index: int) -> list[PromptTokenLogprob | None]:
+        """Return the log-probabilities of an answer's prompt, which its first sample has; the first token has none."""
+        return [None, *self.answers[index - index % self.sampling.n].prompt_logprobs]
+
     @property
     def usage(self) -> dict[str, object]:
         prompt = sum(map(len, self.prompts))
@@ -214,6 +236,9 @@ def check_generation(service: Service, body: GenerationRequest, prompts: int = 1
     service.check_model(body.model)
     service.require_engine()
     check_supported(body)
+    if body.stream and body.prompt_logprobs is not None:
+        message = "prompt_logprobs is not sent in a stream; leave out stream, or use echo with logprobs."
+        raise ApiError(400, message, param="prompt_logprobs")
     answers, limit = prompts * (body.n or 1), service.limits.max_sequences
     if answers > limit:
         message = f"prompts times n is {answers:,}; a request may ask for at most {limit:,} answers."
@@ -222,8 +247,9 @@ def check_generation(service: Service, body: GenerationRequest, prompts: int = 1
 
 
 def build_sampling_params(
-    body: GenerationRequest, *, max_tokens: int | None, logprobs: int | None, vocab_size: int
-) -> SamplingParams:
+    body: GenerationRequest, *, max_tokens: int | None, logprobs: int | None, vocab_size: int,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:  # fmt: skip
     """Convert a request to sampling parameters; fields left out have OpenAI's defaults."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
@@ -244,6 +270,7 @@ def build_sampling_params(
         return SamplingParams(
             max_tokens=max_tokens,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             stop=tuple(dict.fromkeys(stop)),
             stop_token_ids=tuple(body.stop_token_ids or ()),
             logit_bias=bias,
@@ -252,3 +279,19 @@ def build_sampling_params(
         )
     except RequestError as error:
         raise ApiError(400, str(error)) from error
+
+
+def prompt_logprobs_body(
+    tokenizer: AsyncTokenizer, logprobs: list[PromptTokenLogprob | None], count: int
+) -> list[dict[str, dict[str, Any]] | None]:
+    """Return the log-probabilities of a prompt as vLLM does: of each token and the `count` most likely, by token id."""
+
+    def entries(logprob: PromptTokenLogprob) -> dict[str, dict[str, Any]]:
+        ranked = [(logprob.token, logprob.own, logprob.rank)]
+        ranked += [(token, value, rank) for rank, (token, value) in enumerate(logprob.top[:count], 1)]
+        return {
+            str(token): {"logprob": value, "rank": rank, "decoded_token": tokenizer.token(token)[0]}
+            for token, value, rank in ranked
+        }
+
+    return [None if logprob is None else entries(logprob) for logprob in logprobs]

@@ -45,7 +45,7 @@ class GenerationRequest(StrictModel):
     """Fields that completions and chat completions share."""
 
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -67,6 +67,7 @@ class GenerationRequest(StrictModel):
         ]
         | None
     ) = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
@@ -94,7 +95,7 @@ class ChatMessage(StrictModel):
 
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 

@@ -18,7 +18,6 @@ _REASONS = {
     "chat_template": "the chat template is the model's own and cannot be sent",
     "chat_template_kwargs": "the chat template is the model's own and takes no arguments",
     "prompt_embeds": "prompts are text or tokens; vectors cannot be sent",
-    "prompt_logprobs": "log-probabilities of the prompt are not supported",
     "suffix": "text cannot be inserted before a suffix",
     "bad_words": "bad words are not supported; use logit_bias",
     "use_beam_search": "beam search is not supported",
