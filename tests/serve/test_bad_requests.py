@@ -80,7 +80,7 @@ BAD = {
     "a stop token that does not exist": completion(stop_token_ids=[10**6]),
     "a negative stop token": completion(stop_token_ids=[-1]),
     "duplicate bad words": completion(bad_words=["x"] * 10_000),
-    "beam width": completion(use_beam_search=True),
+    "beam width": completion(use_beam_search=True, n=17),
     "a bias for a token that does not exist": completion(logit_bias={"257": 1}),
     "a bias for no token": completion(logit_bias={SECRET: 1}),
     "a bias out of range": completion(logit_bias={"5": 1000}),

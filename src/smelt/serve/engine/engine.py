@@ -16,6 +16,7 @@ from smelt.models.load import load, skeleton
 from smelt.models.model import Model
 from smelt.progress import NullProgress, Progress
 from smelt.serve.engine.adapters import Adapters
+from smelt.serve.engine.beam_search import Beam, BeamSearch, BeamSearchParams
 from smelt.serve.engine.blocks import BlockPool
 from smelt.serve.engine.config import EngineConfig
 from smelt.serve.engine.detokenizer import Detokenizer
@@ -320,6 +321,27 @@ class Engine:
                 if pending[event.request].add(event) and not event.reason:
                     self.scheduler.finish(event.request, "stop")
         return [output.build(request) for request, output in pending.items()]
+
+    def beam_search(
+        self, prompts: Sequence[Sequence[int]], params: BeamSearchParams, *, ignore_eos: bool = False
+    ) -> list[list[Beam]]:
+        """Return the best answers to every prompt (a list of tokens), the best first, at most `params.width`."""
+        salt = secrets.token_bytes(16)
+        searches = [BeamSearch(params, () if ignore_eos else self.runner.eos_token_ids) for _ in prompts]
+        while not all(search.done for search in searches):
+            requests: dict[int, list[Request]] = {}
+            found: dict[Request, Sequence[tuple[int, float]]] = {}
+            for index, (prompt, search) in enumerate(zip(prompts, searches, strict=True)):
+                if not search.done:
+                    sampling = SamplingParams(max_tokens=1, temperature=0, logprobs=search.num_candidates)
+                    requests[index] = [
+                        self.submit([*prompt, *beam.tokens], sampling, salt=salt)[0] for beam in search.running
+                    ]
+            while self.busy:
+                found |= {event.request: event.logprobs.top for event in self.step() if event.logprobs is not None}
+            for index, submitted in requests.items():
+                searches[index].advance([found[request] for request in submitted])
+        return [search.finished for search in searches]
 
 
 @dataclass

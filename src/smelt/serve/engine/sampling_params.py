@@ -10,7 +10,8 @@ from typing import Any
 
 from smelt.errors import RequestError
 
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 20  # that a client may ask for
+MAX_CANDIDATES = 1024  # log-probabilities that the engine returns, for beam search
 MAX_STOPS = 16
 MAX_SAMPLES = 128
 MAX_LOGIT_BIASES = 1024
@@ -75,7 +76,7 @@ class SamplingParams:
         if self.seed is not None:
             _check_range("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
-            _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            _check_range("logprobs", self.logprobs, 0, MAX_CANDIDATES)
         if self.prompt_logprobs is not None:
             _check_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         if self.top_p == 0:

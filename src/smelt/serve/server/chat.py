@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from smelt.serve.server.beam_generation import create_generation
 from smelt.serve.server.errors import ApiError
 from smelt.serve.server.generation import (
     Delta,
@@ -38,7 +39,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         vocab_size=service.vocab_size,
     )  # fmt: skip
     prompt = await service.tokenizer.encode_chat(plain_messages(body.messages))
-    generation = Generation(service, [prompt], body, sampling, request.state.key)
+    generation = create_generation(service, [prompt], body, sampling, request.state.key)
     writer = _Writer(service, body, generation)
     return await respond(request, generation, writer, body.stream)
 
@@ -75,6 +76,8 @@ class _Writer:
             self._choice(answer, message={"role": "assistant", "content": answer.text, "refusal": None})
             for answer in answers
         ]
+        for position, choice in enumerate(choices):
+            choice["index"] = position  # of several samples, the best may be any
         response = {**self.head, "choices": choices, "usage": self.generation.usage}
         if (count := self.body.prompt_logprobs) is not None:
             logprobs = self.generation.prompt_logprobs(0)

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from smelt.serve.engine.sampling_params import SamplingParams
+from smelt.serve.server.beam_generation import create_generation
 from smelt.serve.server.generation import (
     Delta,
     Generation,
@@ -39,7 +40,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         vocab_size=service.vocab_size,
     )  # fmt: skip
     texts, prompts = await _tokenize(service, inputs, sampling, echo=bool(body.echo))
-    generation = Generation(service, prompts, body, sampling, request.state.key)
+    generation = create_generation(service, prompts, body, sampling, request.state.key)
     writer = _Writer(service, body, generation, texts if body.echo else [""] * len(prompts))
     return await respond(request, generation, writer, body.stream)
 
@@ -84,10 +85,11 @@ class _Writer:
 
     def response(self, answers: list[Delta]) -> dict[str, Any]:
         choices = [self._choice(answer, self._echo(answer.index), first=True) for answer in answers]
-        if (count := self.body.prompt_logprobs) is not None:
-            for choice in choices:
+        for position, choice in enumerate(choices):
+            if (count := self.body.prompt_logprobs) is not None:
                 logprobs = self.generation.prompt_logprobs(choice["index"])
                 choice["prompt_logprobs"] = prompt_logprobs_body(self.tokenizer, logprobs, count)
+            choice["index"] = position  # of several samples, the best may be any
         return {**self.head, "choices": choices, "usage": self.generation.usage}
 
     async def chunks(self) -> AsyncIterator[Chunk]:

@@ -48,6 +48,10 @@ class Delta:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     reason: str = ""
 
+    @property
+    def total_logprob(self) -> float:
+        return sum(logprob.own for logprob in self.logprobs)
+
     def extend(self, other: Delta) -> None:
         self.text += other.text
         self.tokens += other.tokens
@@ -125,6 +129,7 @@ class Generation:
         key: bytes,
     ) -> None:
         self.service, self.prompts, self.sampling = service, prompts, sampling
+        self.num_returned = request.n or 1  # answers per prompt: the best of those that are sampled
         self.arrival = time.monotonic()
         self.priority = request.priority or 0
         self.adapter = service.adapter_name(request.model)
@@ -147,9 +152,7 @@ class Generation:
         admission, metrics = self.service.admission, self.service.metrics
         admission.acquire(len(self.answers))
         try:
-            self._stream = self.service.require_engine().stream(
-                self.prompts, self.sampling, priority=self.priority, salt=self.salt, adapter=self.adapter
-            )
+            self._stream = self._start_stream()
         except WorkerDiedError:
             admission.release(len(self.answers))
             message = "the engine is restarting; try again soon."
@@ -180,24 +183,47 @@ class Generation:
             self.close("error")
             raise
 
+    def _start_stream(self) -> TokenStream:
+        return self._submit(self.prompts, self.sampling)
+
+    def _submit(self, prompts: list[list[int]], sampling: SamplingParams) -> TokenStream:
+        return self.service.require_engine().stream(
+            prompts, sampling, priority=self.priority, salt=self.salt, adapter=self.adapter
+        )
+
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         """Yield new deltas as they arrive; an empty list after a long silence."""
-        assert self._stream is not None
         deadline = self.arrival + self.service.limits.request_timeout
         while any(not answer.reason for answer in self.answers):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise ApiError(504, f"the request took longer than {self.service.limits.request_timeout:g} seconds.")
-            events = await self._stream.next(min(PING_SECONDS, left))
+            events = await self._next_events(deadline)
             new: dict[int, list[TokenEvent]] = {}
             for event in events:
                 if not self.answers[event.answer].reason:
                     new.setdefault(event.answer, []).append(event)
             deltas = [self.answers[index].add(events, self.arrival) for index, events in new.items()]
             for delta in deltas:
-                if delta.reason and not new[delta.index][-1].reason:
+                if delta.reason and not new[delta.index][-1].reason and self._stream is not None:
                     self._stream.abort(delta.index)
             yield deltas
+
+    async def _next_events(self, deadline: float) -> list[TokenEvent]:
+        """Return new events; none after a long silence."""
+        assert self._stream is not None
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise ApiError(504, f"the request took longer than {self.service.limits.request_timeout:g} seconds.")
+        return await self._stream.next(min(PING_SECONDS, left))
+
+    def select(self, answers: list[Delta]) -> list[Delta]:
+        """Return the answers to respond with: of each prompt, those with the highest total log-probability."""
+        n, best_of = self.num_returned, self.sampling.n
+        if n == best_of:
+            return answers
+        selected: list[Delta] = []
+        for first in range(0, len(answers), best_of):
+            ranked = sorted(answers[first : first + best_of], key=lambda answer: -answer.total_logprob)
+            selected += ranked[:n]
+        return selected
 
     def disconnect(self) -> None:
         """Stop: the client has disconnected."""
@@ -236,10 +262,14 @@ def check_generation(service: Service, body: GenerationRequest, prompts: int = 1
     service.check_model(body.model)
     service.require_engine()
     check_supported(body)
+    if body.best_of is not None and body.best_of < (body.n or 1):
+        raise ApiError(400, "best_of: it must be at least n.", param="best_of")
+    if body.stream and (body.best_of or 1) > (body.n or 1):
+        raise ApiError(400, "best_of: the best answers are known at the end; leave out stream.", param="best_of")
     if body.stream and body.prompt_logprobs is not None:
         message = "prompt_logprobs is not sent in a stream; leave out stream, or use echo with logprobs."
         raise ApiError(400, message, param="prompt_logprobs")
-    answers, limit = prompts * (body.n or 1), service.limits.max_sequences
+    answers, limit = prompts * (body.best_of or body.n or 1), service.limits.max_sequences
     if answers > limit:
         message = f"prompts times n is {answers:,}; a request may ask for at most {limit:,} answers."
         raise ApiError(400, message, param="n")
@@ -264,8 +294,10 @@ def build_sampling_params(
         "min_tokens": body.min_tokens, "temperature": body.temperature, "top_p": body.top_p, "min_p": body.min_p,
         "top_k": max(body.top_k or 0, 0), "presence_penalty": body.presence_penalty,
         "frequency_penalty": body.frequency_penalty, "repetition_penalty": body.repetition_penalty, "seed": body.seed,
-        "n": body.n, "ignore_eos": body.ignore_eos,
+        "n": body.best_of or body.n, "ignore_eos": body.ignore_eos,
     }  # fmt: skip
+    if (body.best_of or 1) > (body.n or 1):
+        logprobs = logprobs or 0  # they decide which answers are the best
     try:
         return SamplingParams(
             max_tokens=max_tokens,

@@ -56,6 +56,10 @@ class GenerationRequest(StrictModel):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     seed: Annotated[int, Field(ge=-INT64, le=INT64)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOPS)] | None = None
     include_stop_str_in_output: bool | None = None

@@ -46,7 +46,7 @@ async def respond(request: Request, generation: Generation, writer: ResponseWrit
     await generation.start()
     if stream:
         return EventStreamResponse(generation, writer.chunks)
-    return JSONResponse(writer.response(await collect(request, generation)))
+    return JSONResponse(writer.response(generation.select(await collect(request, generation))))
 
 
 class EventStreamResponse(Response):

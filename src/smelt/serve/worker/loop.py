@@ -192,6 +192,7 @@ class EngineWorker:
             blocks=engine.pool.num_blocks,
             block_size=engine.pool.block_size,
             state=engine.state(),
+            eos_token_ids=list(engine.runner.eos_token_ids),
         )
 
 

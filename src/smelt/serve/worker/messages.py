@@ -50,6 +50,7 @@ class EngineReady:
     blocks: int
     block_size: int
     state: dict[str, int]
+    eos_token_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
