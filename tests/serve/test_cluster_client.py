@@ -92,7 +92,7 @@ class Handle:
 
 def make_client(handle: Handle, seen: list[dict[str, int]] | None = None) -> ClusterClient:
     observe = None if seen is None else lambda state: seen.append(dict(state))
-    client = ClusterClient("none", RayServe(Placement(2)), step_timeout=9, observe=observe)
+    client = ClusterClient("none", RayServe(Placement(2)), step_timeout=9, heartbeat_timeout=9, observe=observe)
     client._handle = handle
     client.engine = EngineReady("x", 64, 64, 257, "none", 8, 16, STATE)
     client._update_replica(status_reply("a"))

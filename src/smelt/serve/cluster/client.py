@@ -41,10 +41,11 @@ class ClusterClient(EngineClient):
     """Used like the client of a single engine."""
 
     def __init__(
-        self, source: str, serve: RayServe, *, step_timeout: float, observe: Observer | None = None, **options: Any
-    ) -> None:
+        self, source: str, serve: RayServe, *, step_timeout: float, heartbeat_timeout: float,
+        observe: Observer | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(source, observe=observe, **options)
-        self._serve, self._step_timeout = serve, step_timeout
+        self._serve, self._step_timeout, self._heartbeat_timeout = serve, step_timeout, heartbeat_timeout
         self._handle: Any = None
         self._calls: dict[str, asyncio.Task[None]] = {}  # by request id: those with unfinished answers
         self._tasks: set[asyncio.Task[None]] = set()
@@ -59,6 +60,12 @@ class ClusterClient(EngineClient):
     def alive(self) -> bool:
         return self.engine is not None and bool(self.replicas)
 
+    def hang_reason(self, step_timeout: float, heartbeat_timeout: float) -> str:
+        """Each replica watches its own engine; together they hang if requests wait and none finishes a step."""
+        if self.silent_seconds > step_timeout:
+            return f"requests wait, and no step was finished for {step_timeout:g} seconds."
+        return ""
+
     async def start(self) -> None:
         folder = await asyncio.to_thread(_model_folder, self.source)
         adapters = {name: str(Path(path).absolute()) for name, path in self.options.get("adapters", {}).items()}
@@ -66,6 +73,7 @@ class ClusterClient(EngineClient):
             "model": str(Path(self.source).absolute()) if Path(self.source).exists() else self.source,
             "options": {**self.options, "adapters": adapters},
             "step_timeout": self._step_timeout,
+            "heartbeat_timeout": self._heartbeat_timeout,
             "rate": MESSAGE_RATE / self._serve.placement.replicas,
             "local": self._serve.local,
         }

@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, astuple
 from typing import Any
 
@@ -20,6 +21,7 @@ from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.worker.client import EngineClient, TokenStream, WorkerDiedError
 from smelt.serve.worker.messages import SubmitRequest, decode
 
+CHECK_SECONDS = 0.5  # between two checks of the engine
 EXIT_DELAY = 0.2  # seconds for pending requests to get their error before the actor exits
 
 
@@ -27,11 +29,12 @@ class Replica:
     """Deployed by `smelt.serve.cluster.ray_serve`; Ray creates it, calls it and checks its health."""
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
-        self, model: str, options: dict[str, Any], step_timeout: float, rate: float, local: bool
-    ) -> None:
+        self, model: str, options: dict[str, Any], step_timeout: float, heartbeat_timeout: float, rate: float,
+        local: bool,
+    ) -> None:  # fmt: skip
         if local:
             _listen_on_loopback_only()
-        self._step_timeout, self._rate = step_timeout, rate
+        self._timeouts, self._rate = (step_timeout, heartbeat_timeout), rate
         self._streams: dict[str, TokenStream] = {}
         self._client = EngineClient(model, **options)
         await self._client.start()
@@ -80,14 +83,18 @@ class Replica:
         """Raise if unhealthy; Ray calls this and replaces such a replica."""
         if not self._client.alive:
             raise WorkerDiedError("the engine's process is not running.")
-        if self._client.silent_seconds > self._step_timeout:
-            raise WorkerDiedError(f"no step was finished for {self._step_timeout:g} seconds.")
+        if reason := self._client.hang_reason(*self._timeouts):
+            raise WorkerDiedError(reason)
 
     def _status(self) -> dict[str, Any]:
         return {"replica": _name(), "now": time.monotonic(), "state": self._client.state}
 
     async def _exit_with_engine(self) -> None:
-        await self._client.lost.wait()
+        while not self._client.lost.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._client.lost.wait(), CHECK_SECONDS)
+            if self._client.hang_reason(*self._timeouts):
+                self._client.kill()
         await asyncio.sleep(EXIT_DELAY)
         os._exit(1)
 

@@ -55,7 +55,7 @@ def supervise_replicas(
 ) -> ClusterSupervisor:
     """Run the engines as Ray Serve replicas instead of in a subprocess."""
     client = ClusterClient(
-        settings.model, RayServe(placement), step_timeout=settings.limits.step_timeout, observe=observe,
-        device=settings.device, **options,
+        settings.model, RayServe(placement), step_timeout=settings.limits.step_timeout,
+        heartbeat_timeout=settings.limits.heartbeat_timeout, observe=observe, device=settings.device, **options,
     )  # fmt: skip
     return ClusterSupervisor(client, settings.limits, placement.replicas)

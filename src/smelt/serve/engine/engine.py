@@ -28,6 +28,7 @@ from smelt.serve.engine.runner import InflightBatch
 from smelt.serve.engine.sampler import Logprobs
 from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.engine.scheduler import ScheduledBatch
+from smelt.serve.engine.step_timer import StepTimer
 from smelt.serve.engine.structured_output import GrammarCompiler
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,9 @@ class Engine:
         self.scheduler, self.runner = build(model, config, self.adapters)
         logger.debug("%s runs with %s, up to %d tokens", model.source or "the model", self.backend, self.max_model_len)
         self.grammar_compiler = GrammarCompiler(model.tokenizer, self.vocab_size, self.runner.eos_token_ids)
+        self.step_timer = StepTimer(compiles_on_first_use=model.device.type == "cuda")
+        # The context length at which attention costs a token as much as its weights do: about 6 times the hidden size.
+        self._context_unit = 6 * int(getattr(model.network.config.get_text_config(), "hidden_size", 1024))
         self._inflight: deque[InflightBatch] = deque()
         self._prefill_pace = PrefillPace(config.target_step_seconds)
         self._num_submitted = 0
@@ -97,7 +101,7 @@ class Engine:
 
     def warmup(self, lengths: Sequence[int] | None = None, progress: Progress | None = None) -> None:
         """Compile and capture before the first request: steps of every batch size, and prompts of these lengths; by
-        default those that a GPU needs, and none on CPU."""
+        default those that a GPU needs, and one token on CPU, whose time tells the watchdog what a step may take."""
         progress = progress or NullProgress()
         self.runner.warmup(progress)
         counts = dict(self._counts)
@@ -112,7 +116,7 @@ class Engine:
         """Return batches of prompt lengths that take every path through the GPU kernels: a short prompt alone; then one
         chunk beside a long prompt, or as many prompts as fill a step."""
         if self.model.device.type != "cuda":
-            return []
+            return [[1]]
         chunk = self.scheduler.prefill_chunk_size
         long = min(2 * chunk + 7, max(self.max_request_tokens - WARMUP_TOKENS, 1))
         return [[24], [chunk, *[long] * -(-self.scheduler.max_num_batched_tokens // long)]]
@@ -217,6 +221,15 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Run one iteration: launch the next batch, then read the oldest one in flight and return what it sampled."""
+        self.step_timer.begin()
+        try:
+            return self._step()
+        finally:
+            self.step_timer.end()
+
+    def _step(self) -> list[Event]:
+        for inflight in self._inflight:
+            self.step_timer.add_work(inflight.batch.work(self._context_unit))
         if self._inflight and self._needs_history():
             return self._read(self._inflight.popleft())
         if self.runner.max_inflight_steps:  # on GPUs a step is short
@@ -224,6 +237,7 @@ class Engine:
         else:
             batch, begun = self.scheduler.schedule(self._prefill_pace.max_tokens), time.monotonic()
         self._count(batch)
+        self.step_timer.add_work(batch.work(self._context_unit))
         if batch.chunks:
             self._inflight.append(self.runner.launch(batch))
         events: list[Event] = []

@@ -45,6 +45,11 @@ class ScheduledBatch:
     def tokens(self) -> int:
         return sum(chunk.count for chunk in self.chunks)
 
+    def work(self, context_unit: int) -> float:
+        """Return the tokens, each counted once more for every `context_unit` tokens of its context."""
+        contexts = sum(chunk.count * (chunk.start + chunk.count) for chunk in self.chunks)
+        return self.tokens + contexts / context_unit
+
 
 class Scheduler:
     """Schedules at most `max_num_batched_tokens` of `max_num_seqs` requests, `prefill_chunk_size` of each."""

@@ -30,7 +30,8 @@ class ServerLimits:
     client_timeout: float = 30.0  # without the client reading a byte: the connection is dropped
     request_timeout: float = 3600.0  # from arrival to the end of the answer
     grammar_timeout: float = 10.0  # for the constraint of a structured output to be compiled
-    step_timeout: float = 300.0  # without a finished step while requests run: the engine is killed
+    step_timeout: float = 300.0  # for a step, if the steps before it do not say how long it may take
+    heartbeat_timeout: float = 8.0  # without a sign of life from the engine's process: it is killed
     shutdown_timeout: float = 30.0  # for running requests to finish after SIGTERM or SIGINT
     max_restarts: int = 3  # of the engine within `restart_window`, before the server exits
     restart_window: float = 600.0
@@ -118,8 +119,14 @@ class ServeConfig:
     )
     step_timeout: float = _option(
         ServerLimits.step_timeout,
-        "Seconds without a finished step before the engine is killed.",
+        "Seconds that a step may take at most; most steps have a shorter limit, from the steps before.",
         minimum=0.5,
+        panel="Limits",
+    )
+    heartbeat_timeout: float = _option(
+        ServerLimits.heartbeat_timeout,
+        "Seconds without a sign of life from the engine's process before it is killed.",
+        minimum=2,
         panel="Limits",
     )
     client_timeout: float = _option(

@@ -15,6 +15,7 @@ from smelt.serve.worker.messages import EngineReady
 
 logger = logging.getLogger(__name__)
 CHECK_SECONDS = 0.25  # between two checks of the process
+LATE_SECONDS = 1.0  # between two checks: this process was stopped or starved
 
 
 class EngineSupervisor:
@@ -36,18 +37,24 @@ class EngineSupervisor:
         """Why nothing can be generated now; empty if healthy."""
         if not self.client.alive:
             return "the engine's process is not running."
-        if self.client.silent_seconds > self.limits.step_timeout:
-            return f"requests wait, and no step was finished for {self.limits.step_timeout:g} seconds."
-        return ""
+        return self.client.hang_reason(self.limits.step_timeout, self.limits.heartbeat_timeout)
 
     async def watch(self) -> None:
         """Supervise until cancelled or given up."""
+        was_late, checked = False, time.monotonic()
         while not self.given_up.is_set():
             try:
                 await asyncio.wait_for(self.client.lost.wait(), CHECK_SECONDS)
             except TimeoutError:
-                if self.client.silent_seconds > self.limits.step_timeout + CHECK_SECONDS:
-                    logger.error("the engine finished no step for %g seconds; killing it", self.limits.step_timeout)
+                now = time.monotonic()
+                # If this process itself did not run, messages of the engine may be waiting to be read: check again.
+                was_late = now - checked > LATE_SECONDS and not was_late
+                checked = now
+                reason = (
+                    "" if was_late else self.client.hang_reason(self.limits.step_timeout, self.limits.heartbeat_timeout)
+                )
+                if reason:
+                    logger.error("the engine hangs, so it is killed: %s", reason)
                     self.client.kill()
                 continue
             if self.metrics is not None:

@@ -21,6 +21,7 @@ from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.worker.messages import (
     AbortSample,
     EngineReady,
+    Heartbeat,
     NotALanguageModel,
     Pipe,
     PromptTokenLogprobs,
@@ -36,6 +37,8 @@ from smelt.serve.worker.messages import (
 from smelt.subprocesses import python_command, python_environment
 
 Observer = Callable[[dict[str, int]], None]
+START_SILENCE = 120.0  # seconds without a sign of life while the model is loaded; importing torch can block heartbeats
+END_SECONDS = 10.0  # for a killed process to end before another is started
 
 
 class WorkerDiedError(SmeltError):
@@ -146,6 +149,8 @@ class EngineClient:
         self._streams: dict[str, tuple[TokenStream, int]] = {}  # by request id: the stream, and its first answer there
         self._num_requests = 0
         self._last_step = 0.0
+        self._last_message = 0.0
+        self._heartbeat = Heartbeat()
         self._ready: asyncio.Future[None] | None = None
 
     @property
@@ -157,18 +162,39 @@ class EngineClient:
         """How long requests have waited without a finished step."""
         return time.monotonic() - self._last_step if self._streams else 0.0
 
+    def hang_reason(self, step_timeout: float, heartbeat_timeout: float) -> str:
+        """Return why the engine counts as hung; empty if it does not."""
+        if not self.alive:
+            return ""
+        if time.monotonic() - self._last_message > heartbeat_timeout:
+            return f"the engine's process gave no sign of life for {heartbeat_timeout:g} seconds."
+        step = self._heartbeat
+        limit = step_timeout if step.step_limit is None else min(step.step_limit, step_timeout)
+        if step.step_seconds > limit:
+            return f"a step of the engine has not ended after {limit:.1f} seconds."
+        if self.silent_seconds > step_timeout:
+            return f"requests wait, and no step was finished for {step_timeout:g} seconds."
+        return ""
+
     async def start(self) -> None:
         """Start the process and wait until its model is loaded."""
+        if not await self._ended(END_SECONDS):
+            raise SmeltError("the engine's last process was killed but does not end, so its memory is not free.")
         loop = asyncio.get_running_loop()
         self.engine, self._ready, self._outgoing = None, loop.create_future(), SimpleQueue()
+        self._heartbeat, self._last_message = Heartbeat(), time.monotonic()
         self.lost.clear()
         self._pipe, theirs = pipe_pair()
         with theirs:
             command = [*self.command, str(theirs.fileno())]
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=python_environment())
         self._outgoing.put(StartEngine(self.source, self.options))
-        threading.Thread(target=self._read, args=(loop, self._pipe), daemon=True).start()
+        threading.Thread(target=self._read, args=(loop, self._pipe, self._outgoing), daemon=True).start()
         threading.Thread(target=_write, args=(self._pipe, self._outgoing), daemon=True).start()
+        while not self._ready.done():
+            await asyncio.wait([self._ready], timeout=1.0)
+            if time.monotonic() - self._last_message > START_SILENCE:
+                self.kill()
         await self._ready
 
     def stream(
@@ -207,29 +233,42 @@ class EngineClient:
         self._outgoing.put(None)
         if self._pipe is not None:
             self._pipe.close()
-        if self.process is None:
-            return
-        for _ in range(int(timeout * 20)):
-            if self.process.poll() is not None:
-                return
+        if not await self._ended(timeout):
+            self.kill()
+            await self._ended(END_SECONDS)
+
+    async def _ended(self, timeout: float) -> bool:
+        """Wait for the process to end; return whether there is none any more."""
+        deadline = time.monotonic() + timeout
+        while self.process is not None and self.process.poll() is None:
+            if time.monotonic() >= deadline:
+                return False
             await asyncio.sleep(0.05)
-        self.kill()
+        return True
 
     def kill(self) -> None:
-        """Kill the process; requests that wait for it fail."""
+        """Kill the process; requests that wait for it fail at once, also if the kernel cannot end it now."""
         if self.process is not None:
             self.process.kill()
-            self.process.wait()
             show_cursor()  # its progress bars may have hidden it
+        if self._pipe is not None:
+            self._pipe.close()
+            self._on_lost(self._pipe)
 
     def _send(self, message: WorkerMessage) -> None:
         self._outgoing.put(message)
 
-    def _read(self, loop: asyncio.AbstractEventLoop, pipe: Pipe) -> None:
+    def _read(self, loop: asyncio.AbstractEventLoop, pipe: Pipe, outgoing: SimpleQueue[WorkerMessage | None]) -> None:
         try:
             while True:
-                _call(loop, self._receive, pipe, pipe.receive())
+                message = pipe.receive()
+                if pipe is self._pipe:  # noted here: the event loop may be late
+                    self._last_message = time.monotonic()
+                    if isinstance(message, Heartbeat):
+                        self._heartbeat = message
+                _call(loop, self._receive, pipe, message)
         except (EOFError, OSError):
+            outgoing.put(None)  # ends the thread that writes, also if another process was started meanwhile
             _call(loop, self._on_lost, pipe)
 
     def _receive(self, pipe: Pipe, message: WorkerMessage) -> None:
@@ -268,8 +307,7 @@ class EngineClient:
         """Fail everything that waits for a process that has ended."""
         if pipe is not self._pipe:
             return
-        self.engine = None
-        self._outgoing.put(None)  # ends the thread that writes
+        self.engine = self._pipe = None
         self.state = {**self.state, "running": 0, "waiting": 0, "blocks_used": 0}
         self._finish_start(SmeltError("the engine's process ended while it was starting."))
         self.fail(WorkerDiedError("the engine's process ended; the request is lost, send it again."))

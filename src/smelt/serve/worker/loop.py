@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from smelt.serve.priorities import yield_to_others
 from smelt.serve.worker.messages import (
     AbortSample,
     EngineReady,
+    Heartbeat,
     NotALanguageModel,
     Pipe,
     RequestAccepted,
@@ -36,15 +38,42 @@ from smelt.serve.worker.messages import (
 if TYPE_CHECKING:
     from smelt.serve.engine.engine import Event
     from smelt.serve.engine.request import Request
+    from smelt.serve.engine.step_timer import StepTimer
 
+HEARTBEAT_SECONDS = 0.5
 MAX_COMPILING = 64  # requests whose grammars wait to be compiled
 COMPILE_POLL_SECONDS = 0.002  # how often an idle engine looks whether one is ready
+
+
+class HeartbeatThread(threading.Thread):
+    """Tell the server that this process is scheduled, and how long its current step has run.
+
+    A heartbeat does not prove that a step advances: the step's time and limit in it let the server judge that. A
+    process whose server has gone ends here even if its step hangs.
+    """
+
+    def __init__(self, pipe: Pipe) -> None:
+        super().__init__(name="heartbeat", daemon=True)
+        self._pipe, self._stopped = pipe, threading.Event()
+        self.step_timer: StepTimer | None = None  # when the engine is loaded
+
+    def run(self) -> None:
+        try:
+            while not self._stopped.wait(HEARTBEAT_SECONDS):
+                timer = self.step_timer
+                self._pipe.send(Heartbeat() if timer is None else Heartbeat(timer.seconds, timer.limit))
+        except OSError:
+            if not self._stopped.is_set():
+                os._exit(0)
+
+    def stop(self) -> None:
+        self._stopped.set()
 
 
 class EngineWorker:
     """One engine and its pipe."""
 
-    def __init__(self, pipe: Pipe) -> None:
+    def __init__(self, pipe: Pipe, heartbeat: HeartbeatThread | None = None) -> None:
         from smelt.models.load import resolve, skeleton
         from smelt.models.model import Model
         from smelt.progress import progress_bars
@@ -66,6 +95,8 @@ class EngineWorker:
         self._ids: dict[Request, tuple[str, int]] = {}
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars", initializer=yield_to_others)
         self._compiling: deque[tuple[SubmitRequest, Future[object]]] = deque()  # in the order of arrival
+        if heartbeat is not None:
+            heartbeat.step_timer = self.engine.step_timer
         pipe.send(self._ready())
 
     def run(self) -> None:
@@ -203,13 +234,17 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     show_logs(prefix="smelt: ")
     pipe = Pipe(int(sys.argv[1]))
+    heartbeat = HeartbeatThread(pipe)
+    heartbeat.start()
     try:
-        EngineWorker(pipe).run()
+        EngineWorker(pipe, heartbeat).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)  # the interpreter's own shutdown takes seconds
     except SmeltError as error:
         pipe.send(StartFailed(str(error)))
         sys.exit(2)
+    finally:
+        heartbeat.stop()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -108,6 +109,14 @@ class StepOutput:
         self.tokens = [SampledToken(*row) for row in self.tokens]
 
 
+@dataclass(frozen=True)
+class Heartbeat:
+    """A sign of life of the process, sent by a thread of its own."""
+
+    step_seconds: float = 0.0  # that the current step has run
+    step_limit: float | None = None  # that it may run, by those before it; None: unknown
+
+
 WorkerMessage = (
     StartEngine
     | SubmitRequest
@@ -118,12 +127,13 @@ WorkerMessage = (
     | RequestAccepted
     | RequestRejected
     | StepOutput
+    | Heartbeat
 )
 _CLASSES: dict[str, Any] = {
     message.__name__: message
     for message in (
         *(StartEngine, SubmitRequest, AbortSample),
-        *(EngineReady, NotALanguageModel, StartFailed, RequestAccepted, RequestRejected, StepOutput),
+        *(EngineReady, NotALanguageModel, StartFailed, RequestAccepted, RequestRejected, StepOutput, Heartbeat),
     )
 }
 
@@ -139,13 +149,16 @@ def decode(content: bytes | str) -> WorkerMessage:
 
 
 class Pipe:
-    """One end of the connection. One thread sends, one receives."""
+    """One end of the connection. Several threads may send, one may receive."""
 
     def __init__(self, descriptor: int) -> None:
         self._connection = Connection(descriptor)
+        self._sending = threading.Lock()
 
     def send(self, message: WorkerMessage) -> None:
-        self._connection.send_bytes(encode(message))
+        content = encode(message)
+        with self._sending:
+            self._connection.send_bytes(content)
 
     def receive(self) -> WorkerMessage:
         """Return the next message; raise EOFError if the other end is closed."""
