@@ -14,6 +14,7 @@ from smelt.serve.server.errors import ApiError, ClientGoneError
 from smelt.serve.server.schemas import EmbeddingRequest
 from smelt.serve.server.service import Service
 from smelt.serve.server.tokenization import INLINE_CHARACTERS
+from smelt.serve.server.unsupported import check_fields
 
 router = APIRouter()
 
@@ -22,6 +23,7 @@ router = APIRouter()
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_model(body.model)
+    check_fields(body)
     encoder = service.encoder
     if encoder is None:
         message = f"{service.name} is a language model without embeddings; serve an encoder, such as minilm-l6."
