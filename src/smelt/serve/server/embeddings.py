@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from smelt.serve.server.errors import ApiError, ClientGoneError
+from smelt.serve.server.request_record import current_record
 from smelt.serve.server.schemas import EmbeddingRequest
 from smelt.serve.server.service import Service
 from smelt.serve.server.tokenization import INLINE_CHARACTERS
@@ -35,6 +36,8 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     finally:
         service.admission.release(len(texts))
     tokens = sum(map(len, texts))
+    record = current_record()
+    record.model, record.prompt_tokens = service.name, tokens
     service.metrics.prompt_tokens.inc(tokens)
     service.metrics.embeddings.inc(len(texts))
     for text in texts:

@@ -11,6 +11,7 @@ from typing import Any
 from smelt.errors import RequestError
 from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.server.errors import ApiError, ClientGoneError
+from smelt.serve.server.request_record import current_record
 from smelt.serve.server.schemas import GenerationRequest
 from smelt.serve.server.service import Service
 from smelt.serve.server.structured import parse_structured_output
@@ -207,6 +208,18 @@ class Generation:
         for answer in self.answers:
             if not answer.reason:
                 answer.finish(reason, time.monotonic(), self.arrival)
+        self._fill_record()
+
+    def _fill_record(self) -> None:
+        """Tell the access log and traces what the request has used."""
+        record, answered = current_record(), [answer for answer in self.answers if answer.count]
+        record.model = self.adapter or self.service.name
+        record.prompt_tokens = sum(map(len, self.prompts))
+        record.output_tokens = sum(answer.count for answer in self.answers)
+        record.finish_reason = ",".join(dict.fromkeys(answer.reason for answer in self.answers))
+        if answered:
+            record.queue_time = max(0.0, min(answer.started for answer in answered) - record.arrival)
+            record.time_to_first_token = min(answer.first for answer in answered) - record.arrival
 
     @property
     def usage(self) -> dict[str, object]:
