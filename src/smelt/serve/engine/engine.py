@@ -21,7 +21,7 @@ from smelt.serve.engine.config import EngineConfig
 from smelt.serve.engine.detokenizer import Detokenizer
 from smelt.serve.engine.factory import build
 from smelt.serve.engine.prefill_pace import PrefillPace
-from smelt.serve.engine.request import Request, RequestId, RequestStatus, check_prompt
+from smelt.serve.engine.request import ANYONE, Request, RequestId, RequestStatus, Tenant, check_prompt
 from smelt.serve.engine.runner import InflightBatch
 from smelt.serve.engine.sampler import Logprobs
 from smelt.serve.engine.sampling_params import SamplingParams
@@ -146,7 +146,7 @@ class Engine:
 
     def submit(
         self, prompt: Sequence[int], sampling: SamplingParams, *, name: str = "", priority: int = 0, salt: bytes = b"",
-        adapter: str | None = None,
+        adapter: str | None = None, tenant: Tenant = ANYONE,
     ) -> list[Request]:  # fmt: skip
         """Queue a prompt: one request per sample, which share the prompt's blocks."""
         self.adapters.check(adapter)
@@ -162,7 +162,7 @@ class Engine:
         for sample in range(sampling.n):
             request = Request(
                 id=RequestId(name, sample), prompt=list(prompt), sampling=sampling, limit=limit, seed=seed + sample,
-                priority=priority, salt=salt, adapter=adapter, parent=requests[0] if requests else None,
+                priority=priority, salt=salt, adapter=adapter, tenant=tenant, parent=requests[0] if requests else None,
                 matcher=None if matcher is None else matcher.copy(),
             )  # fmt: skip
             try:

@@ -30,12 +30,13 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     if body.dimensions not in (None, encoder.hidden_size):
         raise ApiError(400, f"dimensions: the model's vectors have {encoder.hidden_size}.", param="dimensions")
     texts = await _inputs(service, body)
-    service.admission.acquire(len(texts))
+    tokens, key = sum(map(len, texts)), request.state.key
+    service.admission.acquire(len(texts), key)
     try:
+        service.rate_limits.admit_tokens(key, tokens)
         vectors = await _unless_disconnected(request, encoder.embed(texts))
     finally:
-        service.admission.release(len(texts))
-    tokens = sum(map(len, texts))
+        service.admission.release(len(texts), key)
     record = current_record()
     record.model, record.prompt_tokens = service.name, tokens
     service.metrics.prompt_tokens.inc(tokens)

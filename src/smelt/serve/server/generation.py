@@ -121,7 +121,8 @@ class Generation:
         markers: Collection[int] = (),
     ) -> None:
         self.service, self.prompts, self.sampling = service, prompts, sampling
-        self.arrival = time.monotonic()
+        self.arrival, self.key = time.monotonic(), key
+        service.check_priority(key, request.priority)
         self.priority = request.priority or 0
         self.constraint_param = "response_format"  # the field that an invalid constraint comes from
         self.adapter = service.adapter_name(request.model)
@@ -139,13 +140,18 @@ class Generation:
         for prompt in self.prompts:
             self.service.check_prompt(prompt, self.sampling)
         admission, metrics = self.service.admission, self.service.metrics
-        admission.acquire(len(self.answers))
+        admission.acquire(len(self.answers), self.key)
         try:
+            self.service.rate_limits.admit_tokens(self.key, sum(map(len, self.prompts)))
             self._stream = self.service.require_engine().stream(
-                self.prompts, self.sampling, priority=self.priority, salt=self.salt, adapter=self.adapter
-            )
+                self.prompts, self.sampling, priority=self.priority, salt=self.salt, adapter=self.adapter,
+                tenant=self.service.tenant(self.key),
+            )  # fmt: skip
+        except ApiError:
+            admission.release(len(self.answers), self.key)
+            raise
         except WorkerDiedError:
-            admission.release(len(self.answers))
+            admission.release(len(self.answers), self.key)
             message = "the engine is restarting; try again soon."
             raise ApiError(503, message, code="engine_down", headers={"retry-after": "5"}) from None
         metrics.request_n.observe(self.sampling.n)
@@ -204,7 +210,8 @@ class Generation:
             return
         self._stream.close()
         self._stream = None
-        self.service.admission.release(len(self.answers))
+        self.service.admission.release(len(self.answers), self.key)
+        self.service.rate_limits.charge_tokens(self.key, sum(answer.count for answer in self.answers))
         for answer in self.answers:
             if not answer.reason:
                 answer.finish(reason, time.monotonic(), self.arrival)

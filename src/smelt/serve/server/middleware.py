@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from smelt.serve.server.auth import find_key, host_allowed, is_loopback, origin_allowed
 from smelt.serve.server.errors import ApiError, ClientGoneError, as_api_error
+from smelt.serve.server.rate_limit import RateLimits
 from smelt.serve.server.request_record import RequestRecord, begin_record, current_record, request_id
 from smelt.serve.server.settings import ServerSettings
 
@@ -62,7 +63,7 @@ class RequestGuard:
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self.app, self.keys, self.limits, self.root_path = app, settings.keys, settings.limits, settings.root_path
-        self.local = is_loopback(settings.host)
+        self.local, self.rate_limits = is_loopback(settings.host), RateLimits(settings.keys)
         self.allowed_origins = frozenset(origin.encode() for origin in settings.allowed_origins)
         self._with_cors = CORSMiddleware(  # answers preflight requests itself
             self._handle, allow_origins=settings.allowed_origins, allow_methods=("GET", "POST"), allow_headers=("*",),
@@ -124,6 +125,8 @@ class RequestGuard:
                 raise ApiError(401, "a valid API key is required.", code="invalid_api_key", headers=challenge)
             else:
                 state["key"], current_record().key_name = key, self.keys[key].name
+                if scope["method"] == "POST":
+                    self.rate_limits.admit_request(key)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """Read the body, counting bytes as they arrive: Content-Length is only a hint."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from smelt.errors import RequestError, SmeltError
 from smelt.progress import show_cursor
+from smelt.serve.engine.request import ANYONE, Tenant
 from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.worker.messages import (
     AbortSample,
@@ -197,7 +198,7 @@ class EngineClient:
 
     def stream(
         self, prompts: Sequence[list[int]], sampling: SamplingParams, *, priority: int = 0, salt: bytes = b"",
-        adapter: str | None = None,
+        adapter: str | None = None, tenant: Tenant = ANYONE,
     ) -> TokenStream:  # fmt: skip
         """Submit prompts and stream their answers."""
         if not self.alive:
@@ -209,7 +210,7 @@ class EngineClient:
         stream = TokenStream(self, request_ids, sampling.n)
         for index, (request_id, prompt) in enumerate(zip(request_ids, prompts, strict=True)):
             self._streams[request_id] = (stream, index * sampling.n)
-            self._send(SubmitRequest(request_id, prompt, asdict(sampling), priority, salt.hex(), adapter))
+            self._send(SubmitRequest(request_id, prompt, asdict(sampling), priority, salt.hex(), adapter, *tenant))
         return stream
 
     def abort(self, request_id: str, sample: int) -> None:

@@ -177,6 +177,7 @@ class EngineWorker:
                 self._compiling.remove((message, compilation))
 
     def _submit(self, message: SubmitRequest) -> None:
+        from smelt.serve.engine.request import Tenant
         from smelt.serve.engine.sampling_params import SamplingParams
 
         sampling = SamplingParams.from_json(message.sampling)
@@ -188,6 +189,7 @@ class EngineWorker:
                 priority=message.priority,
                 salt=bytes.fromhex(message.salt),
                 adapter=message.adapter,
+                tenant=Tenant(message.tenant, message.weight),
             )
         except SmeltError as error:
             self.pipe.send(RequestRejected(message.request_id, str(error)))

@@ -31,6 +31,8 @@ class SubmitRequest:
     priority: int = 0
     salt: str = ""  # hexadecimal
     adapter: str | None = None
+    tenant: str = ""  # whom fair queueing counts it for
+    weight: int = 1
 
 
 @dataclass(frozen=True)
