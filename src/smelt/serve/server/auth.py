@@ -27,6 +27,7 @@ class ApiKey:
 
     name: str  # in the access log
     allow_priority: bool = False  # to set `priority` in requests
+    allow_admin: bool = False  # to change the server: LoRA adapters, sleep
     rpm: int | None = None  # requests per minute
     tpm: int | None = None  # tokens per minute, of prompts and answers
     weight: int = 1  # share of the engine while other keys wait
@@ -65,12 +66,13 @@ def _key_options(options: list[bytes], name: str, where: str) -> ApiKey:
         text, _, value = option.decode("latin-1").partition("=")
         if text == "name" and re.fullmatch(r"[A-Za-z0-9._-]{1,64}", value):
             values["name"] = value
-        elif text == "priority" and value in ("allow", "deny"):
-            values["allow_priority"] = value == "allow"
+        elif text in ("priority", "admin") and value in ("allow", "deny"):
+            values[f"allow_{text}"] = value == "allow"
         elif text in ("rpm", "tpm", "weight") and re.fullmatch(r"[1-9][0-9]{0,8}", value):
             values[text] = int(value)
         else:
-            raise SmeltError(f"{where} has an invalid option; name=NAME, priority=allow, rpm=N, tpm=N, weight=N exist.")
+            known = "name=NAME, priority=allow, admin=allow, rpm=N, tpm=N, weight=N"
+            raise SmeltError(f"{where} has an invalid option; there are {known}.")
     return ApiKey(**values)
 
 

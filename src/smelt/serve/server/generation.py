@@ -152,7 +152,7 @@ class Generation:
             raise
         except WorkerDiedError:
             admission.release(len(self.answers), self.key)
-            message = "the engine is restarting; try again soon."
+            message = "the engine is not running now; try again soon."
             raise ApiError(503, message, code="engine_down", headers={"retry-after": "5"}) from None
         metrics.request_n.observe(self.sampling.n)
         if self.sampling.max_tokens is not None:

@@ -87,6 +87,8 @@ class Service:
         self.settings, self.limits, self._supervisor_factory = settings, settings.limits, supervisor_factory
         self.name = settings.name or Path(settings.model).name
         self.created = int(time.time())
+        self.changing = asyncio.Lock()  # held while adapters change or the engine goes to sleep
+        self.adapters = dict(settings.adapters)  # LoRA adapters served now: folders by name
         self.supervisor: EngineSupervisor | None = None
         self.encoder: Encoder | None = None
         self.max_model_len = self.vocab_size = 0
@@ -154,6 +156,11 @@ class Service:
         if hasattr(self, "metrics"):
             self.metrics.update_engine_state(state)
 
+    def require_supervisor(self) -> EngineSupervisor:
+        self.require_engine()
+        assert self.supervisor is not None
+        return self.supervisor
+
     def require_engine(self) -> EngineClient:
         """Return the engine's client; refuse the request if the model is an encoder, which has none."""
         if self.supervisor is None:
@@ -170,10 +177,10 @@ class Service:
     @property
     def names(self) -> list[str]:
         """Names in the API: the model and each of its adapters."""
-        return [self.name, *self.settings.adapters]
+        return [self.name, *self.adapters]
 
     def adapter_name(self, model: str | None) -> str | None:
-        return model if model in self.settings.adapters else None
+        return model if model in self.adapters else None
 
     def tenant(self, key: bytes) -> Tenant:
         """Return whom the scheduler counts the requests of a key for; without keys all are one."""

@@ -67,6 +67,9 @@ class ServerSettings:
     tls: TlsFiles | None = None
     access_log: str = ""  # a file, or - for standard output
     otlp_endpoint: str = ""
+    allow_lora_updates: bool = False
+    lora_roots: tuple[str, ...] = ()  # folders that adapters may be loaded from
+    enable_sleep_mode: bool = False
 
 
 def _option(default: Any, description: str, **metadata: Any) -> Any:
@@ -175,6 +178,20 @@ class ServeConfig:
     reasoning_parser: str = _option(
         AUTO, f"How the model writes its reasoning: {', '.join((AUTO, NONE, *REASONING_PARSERS))}.",
         metavar="NAME", panel="Engine")  # fmt: skip
+    allow_lora_updates: bool = _option(
+        False, "Let clients load and unload LoRA adapters: /v1/load_lora_adapter.", panel="Engine"
+    )
+    lora_root: tuple[str, ...] = _option(
+        (), "Folder below which such adapters are; may be repeated.", metavar="FOLDER", panel="Engine"
+    )
+    max_loras: int | None = _option(
+        None, "Room for LoRA adapters; by default for --lora-modules, and 8 with --allow-lora-updates.", minimum=1,
+        panel="Engine",
+    )  # fmt: skip
+    max_lora_rank: int | None = _option(None, "Largest rank of LoRA adapters.", minimum=1, panel="Engine")
+    enable_sleep_mode: bool = _option(
+        False, "Let clients free the engine's memory: /sleep, /wake_up, /is_sleeping.", panel="Engine"
+    )
     tensor_parallel_size: int = _option(
         1, "Devices that the model is sharded over.", minimum=1, maximum=64, panel="Engine"
     )
@@ -199,6 +216,7 @@ class ServeConfig:
         keys = read_keys(Path(self.api_key_file)) if self.api_key_file is not None else {}
         check_binding(self.host, keys)
         self._check_network()
+        self._check_updates()
         self._check_kv_cache()
         check_parser_names(self.tool_call_parser, self.reasoning_parser)
         values = dataclasses.asdict(self)
@@ -208,7 +226,20 @@ class ServeConfig:
             model, self.served_model_name, self.host, self.port, keys, device, self._engine_fields(),
             _adapter_folders(self.lora_modules), limits, self.replicas, self.tool_call_parser, self.reasoning_parser,
             self.root_path, self.allowed_origins, self._tls(), self.access_log, self.otlp_endpoint,
+            self.allow_lora_updates, self.lora_root, self.enable_sleep_mode,
         )  # fmt: skip
+
+    def _max_loras(self) -> int | None:
+        return max(8, len(self.lora_modules)) if self.allow_lora_updates and self.max_loras is None else self.max_loras
+
+    def _check_updates(self) -> None:
+        if self.allow_lora_updates and not self.lora_root:
+            raise ConfigError("--allow-lora-updates requires --lora-root, the folder that adapters are loaded from.")
+        for folder in self.lora_root:
+            if not Path(folder).is_dir():
+                raise ConfigError(f"--lora-root {folder} is not a folder.")
+        if (self.allow_lora_updates or self.enable_sleep_mode) and (self.replicas > 1 or self.ray_address):
+            raise ConfigError("--allow-lora-updates and --enable-sleep-mode work with a single engine, not replicas.")
 
     def _check_network(self) -> None:
         if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)*", self.root_path):
@@ -235,6 +266,8 @@ class ServeConfig:
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "target_step_seconds": self.target_step_seconds,
             "tensor_parallel_size": self.tensor_parallel_size,
+            "max_loras": self._max_loras(),
+            "max_lora_rank": self.max_lora_rank,
             "kv_cache_bytes": None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30),
             "kv_cache_dtype": self.kv_cache_dtype,
             "lm_head_dtype": self.lm_head_dtype,

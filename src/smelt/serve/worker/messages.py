@@ -42,6 +42,26 @@ class AbortSample:
 
 
 @dataclass(frozen=True)
+class LoadAdapter:
+    """Load a LoRA adapter while the engine runs; answered by `AdapterChanged`, as is the next."""
+
+    name: str
+    folder: str
+
+
+@dataclass(frozen=True)
+class UnloadAdapter:
+    name: str
+
+
+@dataclass(frozen=True)
+class AdapterChanged:
+    """An adapter was loaded or unloaded, in the order of the messages that asked for it."""
+
+    error: str = ""  # not empty: it was not
+
+
+@dataclass(frozen=True)
 class EngineReady:
     """The model is loaded; everything but `state` stays as it is."""
 
@@ -117,6 +137,9 @@ WorkerMessage = (
     StartEngine
     | SubmitRequest
     | AbortSample
+    | LoadAdapter
+    | UnloadAdapter
+    | AdapterChanged
     | EngineReady
     | NotALanguageModel
     | StartFailed
@@ -128,7 +151,7 @@ WorkerMessage = (
 _CLASSES: dict[str, Any] = {
     message.__name__: message
     for message in (
-        *(StartEngine, SubmitRequest, AbortSample),
+        *(StartEngine, SubmitRequest, AbortSample, LoadAdapter, UnloadAdapter, AdapterChanged),
         *(EngineReady, NotALanguageModel, StartFailed, RequestAccepted, RequestRejected, StepOutput, Heartbeat),
     )
 }
