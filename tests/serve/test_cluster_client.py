@@ -38,7 +38,7 @@ def status_reply(replica: str, *events: list[Any], clock: float = 0.0, **state: 
 
 
 def token(number: int, reason: str = "", answer: int = 0, started: float = 0.0) -> list[Any]:
-    return [answer, number, None, reason, 0, started]
+    return [answer, number, None, reason, 0, started, None]
 
 
 class Call:

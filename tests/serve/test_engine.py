@@ -378,7 +378,7 @@ def test_bad_prompts(llama: tuple[PreTrainedModel, Any], prompt: list[int], mess
     "wrong",
     [
         {"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.5}, {"n": 0}, {"n": 10**6},
-        {"max_tokens": 0}, {"logprobs": 21}, {"stop": ("",)}, {"stop": ("a",) * 17}, {"logit_bias": {-1: 1.0}},
+        {"max_tokens": -1}, {"logprobs": 1025}, {"stop": ("",)}, {"stop": ("a",) * 17}, {"logit_bias": {-1: 1.0}},
         {"logit_bias": {1: float("inf")}}, {"seed": 2**64}, {"top_k": -1}, {"presence_penalty": 3.0}, {"n": True},
     ],
     ids=str,

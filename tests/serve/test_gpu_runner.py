@@ -45,6 +45,9 @@ from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.factory import paged_gpu_runner, paged_runner
 from smelt.serve.engine.sampling_params import SamplingParams
 from tests.serve.test_engine import GREEDY, SMALL, answers, expected, prompts
+from tests.serve.test_prompt_logprobs import check as check_prompt_logprobs
+from tests.serve.test_prompt_logprobs import reference as prompt_reference
+from tests.serve.test_prompt_logprobs import run as prompt_logprobs
 from tests.tiny import BUILDS
 
 
@@ -407,3 +410,12 @@ def test_splits_fill_the_multiprocessors() -> None:
     assert num_splits(1, 8, 8192, 132) == 32
     assert num_splits(256, 8, 8192, 132) == 1
     assert num_splits(1, 8, 100, 132) == 1
+
+
+def test_log_probabilities_of_prompts_match_transformers() -> None:
+    network = BUILDS["llama"]()
+    engine = Engine(Model(copy.deepcopy(network).to(DEVICE)), **SMALL, prefill_chunk_size=8)
+    assert engine.backend.startswith("fused-gpu")
+    texts = prompts(3)
+    for prompt, found in zip(texts, prompt_logprobs(engine, texts, *prompts(2, seed=1)), strict=True):
+        check_prompt_logprobs(found, prompt_reference(network, prompt), prompt)

@@ -36,7 +36,7 @@ Pair = tuple[Any, list[int], list[int]]  # the request, the tokens of its contex
 class HarnessModel(TemplateLM):
     """A language model for lm-eval. Contexts and continuations are split into tokens by lm-eval's own rules."""
 
-    log_likelihood_backend = "module"  # the engine returns no log-probabilities of prompts
+    log_likelihood_backend = "module"
     generation_backend = "engine"
 
     def __init__(

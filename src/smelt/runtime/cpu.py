@@ -39,11 +39,11 @@ class CompiledNetwork:
     name = "compiled-cpu"
 
     def __init__(
-        self, model: Model, cache: LayeredCache, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int
+        self, model: Model, cache: LayeredCache, max_num_batched_tokens: int, max_num_logits: int, max_model_len: int
     ) -> None:
         dtype = torch.bfloat16 if model.network.dtype == torch.bfloat16 else torch.float32
         builder = _ProgramBuilder(
-            build_decoder(model, max_model_len), cache, max_num_batched_tokens, max_num_seqs, dtype
+            build_decoder(model, max_model_len), cache, max_num_batched_tokens, max_num_logits, dtype
         )
         self._program, self._logits = builder.build()
 
@@ -154,10 +154,11 @@ class _ProgramBuilder(_LinearBuilder):
     """Emit the operations of a network."""
 
     def __init__(
-        self, network: Decoder, cache: LayeredCache, max_num_batched_tokens: int, max_num_seqs: int, dtype: torch.dtype
-    ) -> None:
+        self, network: Decoder, cache: LayeredCache, max_num_batched_tokens: int, max_num_logits: int,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
         super().__init__(max_num_batched_tokens, dtype)
-        self.decoder, self.cache, self.max_num_seqs = network, cache, max_num_seqs
+        self.decoder, self.cache, self.max_num_logits = network, cache, max_num_logits
 
     def build(self) -> tuple[Program, Tensor]:
         """Return the program and its logits buffer."""
@@ -186,13 +187,13 @@ class _ProgramBuilder(_LinearBuilder):
         return self.program, self._lm_head(hidden)
 
     def _lm_head(self, hidden: Tensor) -> Tensor:
-        """Return the float32 logits of the tokens that need them, [max_num_seqs, vocabulary]."""
+        """Return the float32 logits of the tokens that need them, [max_num_logits, vocabulary]."""
         width = hidden.shape[1]
-        selected = torch.empty(self.max_num_seqs, width)
-        normed = torch.empty(self.max_num_seqs, width, dtype=self._lm_head_dtype())
+        selected = torch.empty(self.max_num_logits, width)
+        normed = torch.empty(self.max_num_logits, width, dtype=self._lm_head_dtype())
         self.program.add(compiled.GATHER_ROWS, x=hidden, y=selected, width=width)
         self._norm(self.decoder.final_norm, selected, None, normed, count=compiled.LOGITS_TOKENS_ONLY)
-        logits = torch.empty(self.max_num_seqs, _out_features(self.decoder.lm_head))
+        logits = torch.empty(self.max_num_logits, _out_features(self.decoder.lm_head))
         self._linear(self.decoder.lm_head, normed, logits, count=compiled.LOGITS_TOKENS_ONLY)
         return logits
 

@@ -19,7 +19,7 @@ from typing import Any
 from smelt.errors import ModelError, RequestError
 from smelt.serve.cluster.ray_serve import RayServe
 from smelt.serve.cluster.replica import Replica
-from smelt.serve.worker.client import EngineClient, Observer, TokenEvent, WorkerDiedError, as_logprobs
+from smelt.serve.worker.client import EngineClient, Observer, WorkerDiedError, token_event
 from smelt.serve.worker.messages import AbortSample, EngineReady, SubmitRequest, WorkerMessage, encode
 
 logger = logging.getLogger(__name__)
@@ -172,12 +172,11 @@ class ClusterClient(EngineClient):
 
     def _push_events(self, request_id: str, reply: dict[str, Any]) -> None:
         clock = self._clocks[reply["replica"]]
-        for sample, token, logprobs, reason, cached, started in reply["events"]:
+        for sample, *event in reply["events"]:
             if request_id not in self._streams:
                 return
-            answer = self._streams[request_id][1] + sample
-            event = TokenEvent(answer, token, as_logprobs(logprobs), reason, cached, started + clock)
-            self._push(request_id, event)
+            received = token_event(self._streams[request_id][1] + sample, event)
+            self._push(request_id, replace(received, started=received.started + clock))
         self._sum_states()
 
     def _update_replica(self, reply: dict[str, Any]) -> None:

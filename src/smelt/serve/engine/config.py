@@ -18,6 +18,7 @@ from smelt.kvcache.selection.page_cache import OffloadConfig
 from smelt.kvcache.streaming.config import BoundedCacheConfig
 from smelt.models.model import Model
 from smelt.serve.engine.kv_dtype import check_kv_cache_dtype
+from smelt.serve.engine.sampling_params import SamplingParams
 
 T = TypeVar("T")
 UNBOUNDED = 2**30  # max_model_len under a token cap: longer than any text
@@ -53,6 +54,13 @@ class KVCacheConfig:
             raise ConfigError(f"{' and '.join(chosen)} exclude each other; give one of them, not both.")
         if self.kv_offload is not None and self.page_selection is None:
             raise ConfigError("kv_offload keeps pages that are not selected in host memory; give page_selection, too.")
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """Refuse what a KV cache without all tokens cannot give."""
+        if sampling.prompt_logprobs is not None and (self.kv_profile or self.kv_token_cap) is not None:
+            raise RequestError(
+                "log-probabilities of a prompt need a complete KV cache; run without an eviction profile or token cap."
+            )
 
     @property
     def tokens_per_block(self) -> int:

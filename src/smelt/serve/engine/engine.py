@@ -7,7 +7,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from smelt.errors import ModelError, RequestError
@@ -16,11 +16,13 @@ from smelt.models.load import load, skeleton
 from smelt.models.model import Model
 from smelt.progress import NullProgress, Progress
 from smelt.serve.engine.adapters import Adapters
+from smelt.serve.engine.beam_search import Beam, BeamSearch, BeamSearchParams
 from smelt.serve.engine.blocks import BlockPool
 from smelt.serve.engine.config import EngineConfig
 from smelt.serve.engine.detokenizer import Detokenizer
 from smelt.serve.engine.factory import build
 from smelt.serve.engine.prefill_pace import PrefillPace
+from smelt.serve.engine.prompt_logprobs import PromptLogprob
 from smelt.serve.engine.request import ANYONE, Request, RequestId, RequestStatus, Tenant, check_prompt
 from smelt.serve.engine.runner import InflightBatch
 from smelt.serve.engine.sampler import Logprobs
@@ -40,6 +42,7 @@ class Event(NamedTuple):
     token: int | None = None
     logprobs: Logprobs | None = None
     reason: str = ""  # not empty: the request has finished; `error`: `request.error` says why
+    prompt_logprobs: Sequence[PromptLogprob] = ()  # of the next prompt tokens; the first token of a prompt has none
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class RequestOutput:
     prompt_tokens: int
     cached_tokens: int
     logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)  # from the second prompt token on
 
 
 class Engine:
@@ -152,6 +156,7 @@ class Engine:
         self.adapters.check(adapter)
         salt = self.adapters.cache_salt(adapter, salt)
         check_prompt(prompt, self.max_model_len, self.vocab_size)
+        self.config.kv_cache.check_sampling(sampling)
         constraint = sampling.structured_output
         matcher = None if constraint is None else self.grammar_compiler.matcher(constraint)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
@@ -160,8 +165,9 @@ class Engine:
         name = name or str(self._num_submitted)
         requests: list[Request] = []
         for sample in range(sampling.n):
+            own_sampling = replace(sampling, prompt_logprobs=None) if sample else sampling  # only the first computes it
             request = Request(
-                id=RequestId(name, sample), prompt=list(prompt), sampling=sampling, limit=limit, seed=seed + sample,
+                id=RequestId(name, sample), prompt=list(prompt), sampling=own_sampling, limit=limit, seed=seed + sample,
                 priority=priority, salt=salt, adapter=adapter, tenant=tenant, parent=requests[0] if requests else None,
                 matcher=None if matcher is None else matcher.copy(),
             )  # fmt: skip
@@ -178,7 +184,7 @@ class Engine:
         """Return the limit of prompt and output tokens. Without `max_tokens` it is what the context fits; under a token
         cap, where a text may have no end, the output may be as long as the cap."""
         if max_tokens is not None:
-            return prompt_tokens + max_tokens
+            return prompt_tokens + max(max_tokens, 1)  # with 0, the token that the prompt samples is dropped
         cap = self.config.kv_cache.kv_token_cap
         return self.max_model_len if cap is None else prompt_tokens + cap.max_tokens
 
@@ -260,12 +266,20 @@ class Engine:
         for chunk in inflight.batch.chunks:
             if not chunk.samples_token:
                 self.scheduler.on_computed(chunk.request)
+        prompt_logprobs = self._read_prompt_logprobs(inflight)
         output = inflight.sampler_output
-        if output is None:
-            return []
         events = []
+        for request in [request for request in prompt_logprobs if output is None or request not in inflight.requests]:
+            events.append(Event(request, prompt_logprobs=prompt_logprobs[request]))
+        if output is None:
+            return events
         for row, (request, token) in enumerate(zip(inflight.requests, inflight.tokens(), strict=True)):
             if request.state is RequestStatus.FINISHED:  # aborted while the step ran
+                continue
+            if request.sampling.max_tokens == 0:
+                self.scheduler.on_computed(request)
+                self.scheduler.finish(request, "length")
+                events.append(Event(request, reason="length", prompt_logprobs=prompt_logprobs.get(request, ())))
                 continue
             self.scheduler.on_token(request, token)
             if request.matcher is not None:
@@ -280,9 +294,21 @@ class Engine:
             reason = self._finish_reason(request, token)
             if reason:
                 self.scheduler.finish(request, reason)
-            events.append(Event(request, token, logprobs, reason))
+            events.append(Event(request, token, logprobs, reason, prompt_logprobs.get(request, ())))
         self._counts["generated_tokens"] += sum(event.token is not None for event in events)
         return events
+
+    @staticmethod
+    def _read_prompt_logprobs(inflight: InflightBatch) -> dict[Request, list[PromptLogprob]]:
+        """Return log-probabilities of prompt tokens that were not known, which they are after a preemption."""
+        new: dict[Request, list[PromptLogprob]] = {}
+        for chunk in inflight.prompt_logprobs:
+            request, known = chunk.request, chunk.request.num_prompt_logprobs
+            if request.state is not RequestStatus.FINISHED:
+                logprobs = chunk.read()[max(known + 1 - chunk.first, 0) :]
+                request.num_prompt_logprobs += len(logprobs)
+                new[request] = logprobs
+        return new
 
     def _finish_reason(self, request: Request, token: int) -> str:
         """Return why a request finishes with this token; empty if it does not."""
@@ -318,6 +344,27 @@ class Engine:
                     self.scheduler.finish(event.request, "stop")
         return [output.build(request) for request, output in pending.items()]
 
+    def beam_search(
+        self, prompts: Sequence[Sequence[int]], params: BeamSearchParams, *, ignore_eos: bool = False
+    ) -> list[list[Beam]]:
+        """Return the best answers to every prompt (a list of tokens), the best first, at most `params.width`."""
+        salt = secrets.token_bytes(16)
+        searches = [BeamSearch(params, () if ignore_eos else self.runner.eos_token_ids) for _ in prompts]
+        while not all(search.done for search in searches):
+            requests: dict[int, list[Request]] = {}
+            found: dict[Request, Sequence[tuple[int, float]]] = {}
+            for index, (prompt, search) in enumerate(zip(prompts, searches, strict=True)):
+                if not search.done:
+                    sampling = SamplingParams(max_tokens=1, temperature=0, logprobs=search.num_candidates)
+                    requests[index] = [
+                        self.submit([*prompt, *beam.tokens], sampling, salt=salt)[0] for beam in search.running
+                    ]
+            while self.busy:
+                found |= {event.request: event.logprobs.top for event in self.step() if event.logprobs is not None}
+            for index, submitted in requests.items():
+                searches[index].advance([found[request] for request in submitted])
+        return [search.finished for search in searches]
+
 
 @dataclass
 class _PendingOutput:
@@ -328,11 +375,13 @@ class _PendingOutput:
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
 
     def add(self, event: Event) -> str:
         """Add a token; return why the answer is finished, empty if it is not."""
         tokens = [] if event.token is None else [event.token]
         self.tokens += tokens
+        self.prompt_logprobs += event.prompt_logprobs
         if event.logprobs is not None:
             self.logprobs.append(event.logprobs)
         delta = self.detokenizer.update(tokens, event.reason)
@@ -342,5 +391,7 @@ class _PendingOutput:
     def build(self, request: Request) -> RequestOutput:
         reason = "stop" if self.detokenizer.stopped is not None else request.reason
         prompt = self.prompt if isinstance(self.prompt, str) else ""
-        cached = request.num_cached_tokens
-        return RequestOutput(prompt, self.text, self.tokens, reason, len(request.prompt), cached, self.logprobs)
+        return RequestOutput(
+            prompt, self.text, self.tokens, reason, len(request.prompt), request.num_cached_tokens, self.logprobs,
+            self.prompt_logprobs,
+        )  # fmt: skip

@@ -7,7 +7,7 @@ the token. Block tables are on the device as well; a step copies what changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,9 @@ from smelt.runtime.decoder import build_decoder, linear_groups
 from smelt.serve.engine.adapters import Adapters, uses_adapters
 from smelt.serve.engine.block_table import ToDevice
 from smelt.serve.engine.gpu_pages import MAX_PREFILL_CHUNKS, GpuPages, PagedGpuPages, PrefillInputs
+from smelt.serve.engine.prompt_logprobs import compute_prompt_logprobs, num_prompt_logits, prompt_logits_indices
 from smelt.serve.engine.request import Request
-from smelt.serve.engine.runner import InflightBatch, find_eos_token_ids, logits_indices, sampled_requests
+from smelt.serve.engine.runner import InflightBatch, find_eos_token_ids, sampled_requests, sampling_indices
 from smelt.serve.engine.sampler import SamplerOutput, sample
 from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 
@@ -60,16 +61,18 @@ class _Graph:
 class GpuInflightBatch(InflightBatch):
     """Copies its tokens to the host asynchronously, while later steps run."""
 
-    host_tokens: Tensor
-    copied: Any  # CUDA event
+    host_tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    copied: Any = None  # CUDA event
 
     @classmethod
-    def start_copy(cls, batch: ScheduledBatch, requests: list[Request], output: SamplerOutput) -> GpuInflightBatch:
+    def start_copy(cls, launched: InflightBatch) -> GpuInflightBatch:
+        requests, output = launched.requests, launched.sampler_output
+        assert output is not None
         host_tokens = torch.empty(len(requests), dtype=torch.int64, pin_memory=True)
         host_tokens.copy_(output.tokens, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
-        return cls(batch, requests, output, host_tokens, copied)
+        return cls(launched.batch, requests, output, launched.prompt_logprobs, host_tokens, copied)
 
     def tokens(self) -> list[int]:
         self.copied.synchronize()
@@ -150,15 +153,15 @@ class GpuRunner:
         self.pages.prepare(batch)
         requests = sampled_requests(batch.chunks)
         if len(requests) == len(batch.chunks) == batch.tokens <= CAPTURE_SIZES[-1]:
-            output: SamplerOutput | None = self._run_decode(batch.chunks)
+            launched = InflightBatch(batch, requests, self._run_decode(batch.chunks))
         elif self._is_short_prefill(batch):
-            output = self._run_prefill(batch.chunks, requests)
+            launched = InflightBatch(batch, requests, self._run_prefill(batch.chunks, requests))
         else:
-            output = self._run_mixed(batch.chunks, requests)
+            launched = self._run_mixed(batch, requests)
         self.pages.finish(batch)
-        if output is None or self.device.type != "cuda":
-            return InflightBatch(batch, requests, output)
-        return GpuInflightBatch.start_copy(batch, requests, output)
+        if launched.sampler_output is None or self.device.type != "cuda":
+            return launched
+        return GpuInflightBatch.start_copy(launched)
 
     def _run_decode(self, chunks: list[ScheduledChunk]) -> SamplerOutput:
         """Decode one token per request, padded to a captured batch size."""
@@ -226,18 +229,19 @@ class GpuRunner:
         return argmax_tokens(logits, slots, self._last_tokens), logits
 
     def _is_short_prefill(self, batch: ScheduledBatch) -> bool:
-        """Return whether a captured graph can compute a step: prompt chunks, and perhaps a few decode tokens."""
+        """Return whether a captured graph can compute a step: prompt chunks that need logits of their last tokens at
+        most, and perhaps a few decode tokens."""
         if (
             not isinstance(self.pages, PagedGpuPages)
             or batch.tokens > PREFILL_SIZES[-1]
             or len(batch.chunks) > MAX_PREFILL_CHUNKS
         ):
             return False
-        return not any(map(_is_long, batch.chunks))
+        return not any(_is_long(chunk) or num_prompt_logits(chunk) for chunk in batch.chunks)
 
     def _run_prefill(self, chunks: list[ScheduledChunk], requests: list[Request]) -> SamplerOutput | None:
         """Compute prompt chunks, padded to a captured number of tokens."""
-        tokens, rows = _build_token_inputs(chunks), logits_indices(chunks)
+        tokens, rows = _build_token_inputs(chunks), sampling_indices(chunks)
         size = next(size for size in PREFILL_SIZES if size >= tokens.shape[1])
         packed = PrefillInputs.pack(tokens, chunks, rows, size, self.max_num_seqs)
         values = self._to_device(np.concatenate((packed, self._pack_tiles(chunks, size))))
@@ -279,18 +283,21 @@ class GpuRunner:
         """Return which tokens are not padding, if the network has experts, which need to know."""
         return slots != self.max_num_seqs if self.network.has_experts else None
 
-    def _run_mixed(self, chunks: list[ScheduledChunk], requests: list[Request]) -> SamplerOutput | None:
+    def _run_mixed(self, batch: ScheduledBatch, requests: list[Request]) -> InflightBatch:
         """Run a step with prompt chunks, behind decode tokens if any."""
+        chunks = batch.chunks
         token_ids, slots, positions = self._to_device(_build_token_inputs(chunks))
-        rows = self._to_device(np.array(logits_indices(chunks), dtype=np.int64))
+        rows = self._to_device(np.array(sampling_indices(chunks), dtype=np.int64))
+        prompt_rows = self._to_device(np.array(prompt_logits_indices(chunks), dtype=np.int64))
         tiles = _split_tiles(self._to_device(self._pack_tiles(chunks, len(slots))), len(slots))
         embedded = self.network.embed(token_ids, slots, self._last_tokens)
         hidden = self.network.hidden(embedded, self._mixed_attention(chunks, slots, positions), tiles)
+        logprobs = compute_prompt_logprobs(chunks, lambda part: self.network.logits(hidden[prompt_rows[part]]))
         if not requests:
-            return None
+            return InflightBatch(batch, requests, None, logprobs)
         output = sample(self.network.logits(hidden[rows]), requests, self.eos_token_ids)
         self._last_tokens[slots[rows]] = output.tokens
-        return output
+        return InflightBatch(batch, requests, output, logprobs)
 
     def _mixed_attention(self, chunks: list[ScheduledChunk], slots: Tensor, positions: Tensor) -> Attend:
         """Return attention that uses the decode kernel for single tokens: it reads keys once per head group."""

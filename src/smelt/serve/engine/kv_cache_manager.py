@@ -112,6 +112,8 @@ class PagedCacheManager(KVCacheManager):
 
     def _cached_prefix(self, request: Request) -> list[int]:
         """Return cached blocks of a request's prefix. Its last token is always computed, for its logits."""
+        if request.wants_prompt_logits:
+            return []
         max_blocks = (len(request.tokens) - 1) // self.pool.block_size
         blocks = self.pool.find_prefix(self._block_hashes(request)[:max_blocks])
         parent = request.parent

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from smelt.models.model import Model
 from smelt.progress import Progress
+from smelt.serve.engine.prompt_logprobs import PromptChunkLogprobs, compute_prompt_logprobs
 from smelt.serve.engine.request import Request, RequestStatus
 from smelt.serve.engine.runner import InflightBatch, find_eos_token_ids, sampled_requests
 from smelt.serve.engine.sampler import sample
@@ -53,11 +54,22 @@ class OwnCacheRunner:
         requests = sampled_requests(batch.chunks)
         if not requests:
             return InflightBatch(batch, requests, None)
-        logits = torch.stack([self._logits(chunk) for chunk in batch.chunks if chunk.samples_token])
-        return InflightBatch(batch, requests, sample(logits, requests, self.eos_token_ids))
+        last_logits: list[Tensor] = []
+        prompt_logprobs: list[PromptChunkLogprobs] = []
+        for chunk in batch.chunks:
+            if chunk.samples_token:
+                logits = self._logits(chunk)
+                last_logits.append(logits[-1].clone())
+                whole = ScheduledChunk(chunk.request, chunk.start + chunk.count - len(logits), len(logits), True)
+                prompt_logprobs += compute_prompt_logprobs([whole], logits.__getitem__)
+        output = sample(torch.stack(last_logits), requests, self.eos_token_ids)
+        return InflightBatch(batch, requests, output, prompt_logprobs)
 
-    def _logits(self, chunk: ScheduledChunk) -> Tensor:  # [vocabulary]
-        """Return the logits after a chunk. A request that was preempted starts again from its first token."""
+    def _logits(self, chunk: ScheduledChunk) -> Tensor:  # [computed tokens, vocabulary]
+        """Return the logits up to the end of a chunk, of all tokens that were not computed before.
+
+        A request that was preempted starts again from its first token.
+        """
         request, stop = chunk.request, chunk.start + chunk.count
         known = self._caches.pop(request, None)
         cached = known is not None and known.num_tokens == stop - 1
@@ -68,5 +80,5 @@ class OwnCacheRunner:
         for name in _CACHE_NAMES:
             if getattr(output, name, None) is not None:
                 self._caches[request] = _OwnCache(name, getattr(output, name), stop)
-        logits: Tensor = output.logits[0, -1]
+        logits: Tensor = output.logits[0]
         return logits

@@ -68,6 +68,7 @@ class Request:
     registered: int = 0  # how many of its blocks are in the prefix cache
     slot: int = -1  # its row in the runner's buffers
     num_cached_tokens: int = 0  # of the prompt: found in the prefix cache
+    num_prompt_logprobs: int = 0  # prompt tokens whose log-probabilities are known
     preemptions: int = 0
     admitted_at: int = 0  # the step that first computed some of it, counted from 1
     started: float = 0.0  # when that was, by time.monotonic()
@@ -88,6 +89,11 @@ class Request:
     def num_expected_tokens(self) -> int:
         """Tokens that there will be after the steps in flight."""
         return len(self.tokens) + self.num_inflight
+
+    @property
+    def wants_prompt_logits(self) -> bool:
+        """Return whether prompt tokens must be computed, not taken from the prefix cache, for their logits."""
+        return self.sampling.prompt_logprobs is not None and self.num_prompt_logprobs < len(self.prompt) - 1
 
     @property
     def output(self) -> list[int]:

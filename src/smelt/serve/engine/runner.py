@@ -6,7 +6,7 @@ Buffers are allocated once. A request's row of the block table is written when a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,10 @@ from smelt.serve.engine.adapters import Adapters, uses_adapters
 from smelt.serve.engine.attention import ATTN_IMPLEMENTATION, AttentionFn, PagedCache, paged_attention_fn, use_attention
 from smelt.serve.engine.block_table import BlockTables
 from smelt.serve.engine.kv_dtype import backend_suffix
+from smelt.serve.engine.prompt_logprobs import PromptChunkLogprobs, compute_prompt_logprobs, prompt_logits_indices
 from smelt.serve.engine.request import Request
 from smelt.serve.engine.sampler import SamplerOutput, sample
-from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
+from smelt.serve.engine.scheduler import MAX_PROMPT_LOGITS, ScheduledBatch, ScheduledChunk
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,15 @@ class InflightBatch:
     batch: ScheduledBatch
     requests: list[Request]
     sampler_output: SamplerOutput | None
+    prompt_logprobs: list[PromptChunkLogprobs] = field(default_factory=list)
+
+    @classmethod
+    def from_logits(cls, batch: ScheduledBatch, logits: Tensor, eos_token_ids: tuple[int, ...]) -> InflightBatch:
+        """Sample tokens from the logits of `logits_indices`, and read those of prompts that follow them."""
+        requests = sampled_requests(batch.chunks)
+        output = sample(logits[: len(requests)], requests, eos_token_ids) if requests else None
+        prompt_logits = logits[len(requests) :]
+        return cls(batch, requests, output, compute_prompt_logprobs(batch.chunks, lambda rows: prompt_logits[rows]))
 
     def tokens(self) -> list[int]:
         """Return one token for each of `requests`; wait until they are available."""
@@ -67,7 +77,8 @@ class ModelRunner:
         self.network.set_attn_implementation(ATTN_IMPLEMENTATION)
         self.compiled: CompiledNetwork | None = None
         if compiled and unsupported_reason(model, kv_cache_dtype) is None:
-            self.compiled = CompiledNetwork(model, self.cache, max_num_batched_tokens, max_num_seqs, max_model_len)
+            max_num_logits = min(max_num_seqs + MAX_PROMPT_LOGITS, max_num_batched_tokens)
+            self.compiled = CompiledNetwork(model, self.cache, max_num_batched_tokens, max_num_logits, max_model_len)
         tables = torch.zeros(max_num_seqs, -(-max_model_len // block_size), dtype=torch.int32)  # on the host
         self._block_tables = BlockTables(tables, torch.from_numpy)
         self._tables: np.ndarray[Any, Any] = tables.numpy()  # the same memory
@@ -89,13 +100,12 @@ class ModelRunner:
         ids, positions = (self._to_device(buffer[:count]) for buffer in (self._input_ids, self._positions))
         rows = torch.tensor(logits_indices(batch.chunks), dtype=torch.int64, device=self.device)
         metadata = self._build_metadata(batch.chunks, count)
-        requests = sampled_requests(batch.chunks)
         if self.adapters is not None and uses_adapters(batch.chunks):
             with self.adapters.apply(batch.chunks, self.device):
                 logits = eager_logits(self.network, self._attention_fn(metadata), ids, positions, rows)
         else:
             logits = self._logits(ids, positions, rows, metadata)
-        return InflightBatch(batch, requests, sample(logits, requests, self.eos_token_ids) if requests else None)
+        return InflightBatch.from_logits(batch, logits, self.eos_token_ids)
 
     def _logits(
         self, ids: Tensor, positions: Tensor, rows: Tensor, metadata: AttentionMetadata
@@ -162,7 +172,12 @@ def sampled_requests(chunks: Sequence[ScheduledChunk]) -> list[Request]:
 
 
 def logits_indices(chunks: Sequence[ScheduledChunk]) -> list[int]:
-    """Return the rows of a step's tokens that need logits."""
+    """Return the rows of a step's tokens that need logits: those that sample a token, then those of prompts."""
+    return [*sampling_indices(chunks), *prompt_logits_indices(chunks)]
+
+
+def sampling_indices(chunks: Sequence[ScheduledChunk]) -> list[int]:
+    """Return the rows of a step's tokens that the next token is sampled from."""
     rows, offset = [], 0
     for chunk in chunks:
         offset += chunk.count

@@ -10,7 +10,8 @@ from typing import Any
 
 from smelt.errors import RequestError
 
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 20  # that a client may ask for
+MAX_CANDIDATES = 1024  # log-probabilities that the engine returns, for beam search
 MAX_STOPS = 16
 MAX_SAMPLES = 128
 MAX_LOGIT_BIASES = 1024
@@ -38,7 +39,7 @@ class SamplingParams:
     """Sampling settings, validated on construction. Temperature 0 is greedy; the same seed samples the same tokens in
     any batch."""
 
-    max_tokens: int | None = 128  # None: until the context is full
+    max_tokens: int | None = 128  # None: until the context is full; 0: compute the prompt only
     min_tokens: int = 0  # before any stop condition applies
     temperature: float = 1.0
     top_k: int = 0  # sample from the k most likely tokens; 0: all
@@ -52,13 +53,14 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # tokens that end the request
     ignore_eos: bool = False  # do not stop at the model's EOS tokens
     logprobs: int | None = None  # of the sampled token, and of this many most likely ones
+    prompt_logprobs: int | None = None  # of each prompt token, and of this many most likely ones
     n: int = 1  # samples per prompt
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
     structured_output: StructuredOutputParams | None = None  # constraint on the answer
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _check_range("max_tokens", self.max_tokens, 1, 2**31)
+            _check_range("max_tokens", self.max_tokens, 0, 2**31)
         _check_range("min_tokens", self.min_tokens, 0, 2**31)
         _check_range("temperature", self.temperature, 0, 100)
         _check_range("top_k", self.top_k, 0, 2**31)
@@ -74,7 +76,9 @@ class SamplingParams:
         if self.seed is not None:
             _check_range("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
-            _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            _check_range("logprobs", self.logprobs, 0, MAX_CANDIDATES)
+        if self.prompt_logprobs is not None:
+            _check_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         if self.top_p == 0:
             raise RequestError("top_p must be above 0; for greedy sampling use temperature 0.")
         if any(not text for text in self.stop):

@@ -20,6 +20,7 @@ from smelt.serve.engine.kv_cache_manager import KVCacheManager
 from smelt.serve.engine.request import Request, RequestStatus
 
 logger = logging.getLogger(__name__)
+MAX_PROMPT_LOGITS = 256  # prompt tokens per step whose logits are computed
 OUTPUT_RESERVATION = 8  # blocks are reserved for an output of one 8th of the prompt
 
 
@@ -77,6 +78,7 @@ class Scheduler:
         self._slots = deque(range(max_num_seqs))
         self._arrivals = 0
         self._prompt_budget = max_num_batched_tokens  # what is left of it in the step that is being scheduled
+        self._prompt_logits_left = 0  # in the step that is being scheduled
 
     def add(self, request: Request) -> None:
         if len(self.waiting) >= self.max_queued:
@@ -112,6 +114,7 @@ class Scheduler:
         batch = ScheduledBatch()
         answering = max_prompt_tokens is not None and any(_is_decoding(request) for request in self.running)
         self._prompt_budget = max_prompt_tokens if max_prompt_tokens and answering else self.max_num_batched_tokens
+        self._prompt_logits_left = MAX_PROMPT_LOGITS
         budget = self._schedule_running(batch)
         if not batch.preempted:
             self._admit(batch, budget)
@@ -135,13 +138,13 @@ class Scheduler:
         budget, index = self.max_num_batched_tokens, 0
         while index < len(self.running) and budget:
             request = self.running[index]
-            expected, computed = request.num_expected_tokens, request.num_computed_tokens
+            expected = request.num_expected_tokens
             count = self._schedulable_tokens(request, budget, batch)
             finishing = expected >= request.limit and request.num_inflight > 0  # the token in flight is its last
             if count and not finishing:
                 if not self._allocate_or_preempt(request, count, batch):
                     break
-                batch.chunks.append(ScheduledChunk(request, computed, count, computed + count == expected))
+                self._append(batch, request, count)
                 budget -= count
             index += 1
         return budget
@@ -151,11 +154,11 @@ class Scheduler:
 
         A chunk that the cache manager does not split is the only one in its step.
         """
-        count = self.cache_manager.schedulable_tokens(request, budget, self.prefill_chunk_size)
+        count = self._num_schedulable(request, budget)
         if count <= 1:
             return count
         if count > self._prompt_budget:
-            smaller = self.cache_manager.schedulable_tokens(request, self._prompt_budget, self.prefill_chunk_size)
+            smaller = self._num_schedulable(request, self._prompt_budget)
             if smaller or any(chunk.count > 1 for chunk in batch.chunks):
                 count = smaller
         self._prompt_budget = max(self._prompt_budget - count, 0)
@@ -191,7 +194,7 @@ class Scheduler:
             if not self.cache_manager.admit(request, self._reserved_blocks(request)):
                 break
             count = self._schedulable_tokens(request, budget, batch)
-            if not count:  # only complete chunks: this one waits for the next step
+            if not count:  # only complete chunks, or no logits left: this one waits for the next step
                 self.cache_manager.release(request, "")
                 request.num_computed_tokens = 0
                 break
@@ -203,15 +206,21 @@ class Scheduler:
             self.cache_manager.allocate(request, request.num_computed_tokens + count)
             request.slot, request.state = self._slots.popleft(), RequestStatus.RUNNING
             insort(self.running, request, key=lambda running: running.order)
-            batch.chunks.append(
-                ScheduledChunk(
-                    request,
-                    request.num_computed_tokens,
-                    count,
-                    request.num_computed_tokens + count == request.num_expected_tokens,
-                )
-            )
+            self._append(batch, request, count)
             budget -= count
+
+    def _num_schedulable(self, request: Request, budget: int) -> int:
+        """Return how many tokens of a request the next step computes: few at a time where all of them need logits."""
+        chunk_size = self.prefill_chunk_size
+        if request.wants_prompt_logits and request.num_computed_tokens < len(request.prompt) - 1:
+            chunk_size = min(chunk_size, self._prompt_logits_left)
+        return self.cache_manager.schedulable_tokens(request, budget, chunk_size) if chunk_size else 0
+
+    def _append(self, batch: ScheduledBatch, request: Request, count: int) -> None:
+        start = request.num_computed_tokens
+        batch.chunks.append(ScheduledChunk(request, start, count, start + count == request.num_expected_tokens))
+        if request.wants_prompt_logits:
+            self._prompt_logits_left -= min(count, max(len(request.prompt) - 1 - start, 0))
 
     def _ready(self, request: Request) -> bool:
         """Return whether the prompt shared with a sibling is computed."""

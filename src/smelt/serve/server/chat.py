@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from smelt.serve.server.chat_generation import Call, ChatAnswer, ChatDelta, ChatGeneration, prepare_chat
-from smelt.serve.server.generation import Delta
+from smelt.serve.server.generation import Delta, prompt_logprobs_body
 from smelt.serve.server.parsers.base import CallStart, Content, Part, Reasoning
 from smelt.serve.server.schemas import ChatRequest
 from smelt.serve.server.service import Service
@@ -40,11 +40,15 @@ class _Writer:
 
     def response(self, answers: list[Delta]) -> dict[str, Any]:
         choices = []
-        for answer in answers:
+        for position, answer in enumerate(answers):  # of several samples, the best may be any
             delta = self.chat.parse(answer)
             message = _message(self.chat.answers[answer.index])
-            choices.append(self._choice(answer, delta.reason, message=message))
-        return {**self.head, "choices": choices, "usage": self.generation.usage}
+            choices.append({**self._choice(answer, delta.reason, message=message), "index": position})
+        response = {**self.head, "choices": choices, "usage": self.generation.usage}
+        if (count := self.body.prompt_logprobs) is not None:
+            logprobs = self.generation.prompt_logprobs(0)
+            response["prompt_logprobs"] = prompt_logprobs_body(self.tokenizer, logprobs, count)
+        return response
 
     async def chunks(self) -> AsyncIterator[Chunk]:
         head = {**self.head, "object": "chat.completion.chunk"}

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from smelt.serve.server.beam_generation import create_generation
 from smelt.serve.server.errors import ApiError
 from smelt.serve.server.generation import Delta, Generation, build_sampling_params, check_generation
 from smelt.serve.server.parsers import OutputParser
@@ -93,14 +94,15 @@ async def prepare_chat(service: Service, body: ChatRequest, key: bytes) -> ChatG
         raise ApiError(400, "top_logprobs requires logprobs to be true.", param="top_logprobs")
     tools = parse_tools(body, output_format)
     sampling = build_sampling_params(
-        body, max_tokens=body.max_completion_tokens or body.max_tokens,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None, vocab_size=service.vocab_size,
+        body, max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None, prompt_logprobs=body.prompt_logprobs,
+        vocab_size=service.vocab_size,
     )  # fmt: skip
     text = await render_prompt(service, body, tools)
     sampling = constrain(sampling, tools, output_format, text)
     prompt = await service.tokenizer.encode(text, special=False, param="messages")
     markers: Collection[int] = output_format.tokens.values()
-    generation = Generation(service, [prompt], body, sampling, key, markers)
+    generation = create_generation(service, [prompt], body, sampling, key, markers)
     if tools.forced:
         generation.constraint_param = "tools"
     parsers = [output_format.parser(tools.names, text, tools.forced) for _ in generation.answers]

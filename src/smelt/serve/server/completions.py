@@ -11,12 +11,19 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from smelt.serve.engine.sampling_params import SamplingParams
-from smelt.serve.server.errors import ApiError
-from smelt.serve.server.generation import Delta, Generation, TokenLogprob, build_sampling_params, check_generation
+from smelt.serve.server.beam_generation import create_generation
+from smelt.serve.server.generation import (
+    Delta,
+    Generation,
+    TokenLogprob,
+    build_sampling_params,
+    check_generation,
+    prompt_logprobs_body,
+)
 from smelt.serve.server.schemas import CompletionRequest
 from smelt.serve.server.service import Service
 from smelt.serve.server.stream import Chunk, respond
-from smelt.serve.server.tokenization import INLINE_CHARACTERS, AsyncTokenizer
+from smelt.serve.server.tokenization import INLINE_CHARACTERS
 
 router = APIRouter()
 DEFAULT_MAX_TOKENS = 16
@@ -27,15 +34,13 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     service: Service = request.app.state.service
     inputs = _inputs(body)
     check_generation(service, body, len(inputs))
-    if body.echo and body.logprobs is not None:
-        raise ApiError(
-            400, "echo: log-probabilities of the prompt are not supported; leave out echo or logprobs.", param="echo"
-        )
     sampling = build_sampling_params(
-        body, max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS, logprobs=body.logprobs, vocab_size=service.vocab_size
-    )
+        body, max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens, logprobs=body.logprobs,
+        prompt_logprobs=max(counts) if (counts := _prompt_logprobs(body)) else None,
+        vocab_size=service.vocab_size,
+    )  # fmt: skip
     texts, prompts = await _tokenize(service, inputs, sampling, echo=bool(body.echo))
-    generation = Generation(service, prompts, body, sampling, request.state.key)
+    generation = create_generation(service, prompts, body, sampling, request.state.key)
     writer = _Writer(service, body, generation, texts if body.echo else [""] * len(prompts))
     return await respond(request, generation, writer, body.stream)
 
@@ -60,6 +65,12 @@ async def _tokenize(
     return texts, prompts
 
 
+def _prompt_logprobs(body: CompletionRequest) -> list[int]:
+    """Return how many likely tokens of each prompt token `prompt_logprobs` and `echo` with `logprobs` ask for."""
+    counts = (body.prompt_logprobs, body.logprobs if body.echo else None)
+    return [count for count in counts if count is not None]
+
+
 class _Writer:
     """Write the responses to one request."""
 
@@ -69,10 +80,16 @@ class _Writer:
             "id": f"cmpl-{body.request_id or uuid.uuid4().hex}", "object": "text_completion",
             "created": int(time.time()), "model": body.model or service.name,
         }  # fmt: skip
-        self.lengths = [len(self._echo(answer.index)) for answer in generation.answers]
+        self.echoes_logprobs = bool(body.echo) and body.logprobs is not None
+        self.lengths = [0 if self.echoes_logprobs else len(self._echo(answer.index)) for answer in generation.answers]
 
     def response(self, answers: list[Delta]) -> dict[str, Any]:
-        choices = [self._choice(answer, self._echo(answer.index)) for answer in answers]
+        choices = [self._choice(answer, self._echo(answer.index), first=True) for answer in answers]
+        for position, choice in enumerate(choices):
+            if (count := self.body.prompt_logprobs) is not None:
+                logprobs = self.generation.prompt_logprobs(choice["index"])
+                choice["prompt_logprobs"] = prompt_logprobs_body(self.tokenizer, logprobs, count)
+            choice["index"] = position  # of several samples, the best may be any
         return {**self.head, "choices": choices, "usage": self.generation.usage}
 
     async def chunks(self) -> AsyncIterator[Chunk]:
@@ -82,17 +99,20 @@ class _Writer:
         async for deltas in self.generation.deltas():
             yield None
             for delta in deltas:
-                echo = "" if delta.index in echoed else self._echo(delta.index)
+                if not delta.tokens and not delta.reason:  # log-probabilities of a part of the prompt
+                    continue
+                first = delta.index not in echoed
+                echo = self._echo(delta.index) if first else ""
                 echoed.add(delta.index)
                 if delta.text or delta.logprobs or delta.reason or echo or self.body.return_token_ids:
                     usage = {"usage": self.generation.usage} if usage_in_chunks else {}
-                    yield {**self.head, "choices": [self._choice(delta, echo)], **usage}
+                    yield {**self.head, "choices": [self._choice(delta, echo, first)], **usage}
         if options is not None and options.include_usage:
             yield {**self.head, "choices": [], "usage": self.generation.usage}
 
-    def _choice(self, delta: Delta, echo: str) -> dict[str, Any]:
+    def _choice(self, delta: Delta, echo: str, first: bool) -> dict[str, Any]:
         choice: dict[str, Any] = {
-            "index": delta.index, "text": echo + delta.text, "logprobs": self._logprobs(delta),
+            "index": delta.index, "text": echo + delta.text, "logprobs": self._logprobs(delta, first),
             "finish_reason": delta.reason or None,
         }  # fmt: skip
         if self.body.return_token_ids:
@@ -103,21 +123,26 @@ class _Writer:
     def _echo(self, index: int) -> str:
         return self.echoes[index // self.generation.sampling.n]
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+    def _logprobs(self, delta: Delta, first: bool) -> dict[str, Any] | None:
+        """Return the log-probabilities of a delta; with `echo`, those of the prompt before the first."""
         if self.body.logprobs is None:
             return None
-        tokens = [self.tokenizer.token(logprob.token)[0] for logprob in delta.logprobs]
+        token_ids = [logprob.token for logprob in delta.logprobs]
+        logprobs: list[TokenLogprob | None] = [*delta.logprobs]
+        if first and self.echoes_logprobs:
+            token_ids = [*self.generation.answers[delta.index].prompt, *token_ids]
+            logprobs = [*self.generation.prompt_logprobs(delta.index), *logprobs]
+        tokens = [self.tokenizer.token(token)[0] for token in token_ids]
         offsets = []
         for token in tokens:
             offsets.append(self.lengths[delta.index])
             self.lengths[delta.index] += len(token)
         return {
-            "tokens": tokens, "token_logprobs": [logprob.own for logprob in delta.logprobs],
-            "top_logprobs": [_top(self.tokenizer, logprob) for logprob in delta.logprobs], "text_offset": offsets,
+            "tokens": tokens, "token_logprobs": [logprob and logprob.own for logprob in logprobs],
+            "top_logprobs": [logprob and self._top(logprob) for logprob in logprobs], "text_offset": offsets,
         }  # fmt: skip
 
-
-def _top(tokenizer: AsyncTokenizer, logprob: TokenLogprob) -> dict[str, float]:
-    """Return the most likely tokens and the sampled one."""
-    pairs = [*logprob.top, (logprob.token, logprob.own)]
-    return {tokenizer.token(token)[0]: value for token, value in pairs}
+    def _top(self, logprob: TokenLogprob) -> dict[str, float]:
+        """Return the most likely tokens and the token itself; of several with the same text, the most likely one."""
+        pairs = [*logprob.top[: self.body.logprobs], (logprob.token, logprob.own)]
+        return {self.tokenizer.token(token)[0]: value for token, value in reversed(pairs)}

@@ -15,9 +15,11 @@ from smelt.serve.server.request_record import current_record
 from smelt.serve.server.schemas import GenerationRequest
 from smelt.serve.server.service import Service
 from smelt.serve.server.structured import parse_structured_output
+from smelt.serve.server.tokenization import AsyncTokenizer
 from smelt.serve.server.unsupported import check_supported
 from smelt.serve.worker.client import TokenEvent, TokenStream, WorkerDiedError
 
+EVICTING_OPTIONS = ("kv_profile", "kv_token_cap")  # of the engine: they keep only a part of a prompt
 PING_SECONDS = 15.0  # of silence, after which a streaming client gets a ping
 
 
@@ -30,6 +32,13 @@ class TokenLogprob:
     top: list[tuple[int, float]]
 
 
+@dataclass(frozen=True)
+class PromptTokenLogprob(TokenLogprob):
+    """The same of a prompt token, with its rank among all tokens, from 1 on."""
+
+    rank: int
+
+
 @dataclass
 class Delta:
     """The new part of one answer. All deltas of an answer concatenate to it."""
@@ -39,6 +48,10 @@ class Delta:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     reason: str = ""
+
+    @property
+    def total_logprob(self) -> float:
+        return sum(logprob.own for logprob in self.logprobs)
 
     def extend(self, other: Delta) -> None:
         self.text += other.text
@@ -59,7 +72,8 @@ class AnswerState:
         keep_stop: bool,
         markers: Collection[int],
     ) -> None:
-        self.index, self.metrics = index, service.metrics
+        self.index, self.prompt, self.metrics = index, prompt, service.metrics
+        self.prompt_logprobs: list[PromptTokenLogprob] = []  # from the second prompt token on; of the first sample only
         self.text = service.tokenizer.detokenizer(prompt, sampling.stop, keep_stop, markers)
         self.count, self.cached, self.reason = 0, 0, ""
         self.started = self.first = self.last = 0.0
@@ -67,6 +81,10 @@ class AnswerState:
     def add(self, events: Sequence[TokenEvent], arrival: float) -> Delta:
         """Turn new tokens into text; drop what comes after a stop string."""
         now = time.monotonic()
+        for event in events:
+            for own, rank, top in event.prompt_logprobs:
+                token = self.prompt[len(self.prompt_logprobs) + 1]
+                self.prompt_logprobs.append(PromptTokenLogprob(token, own, list(top), rank))
         new = [(event.token, event) for event in events if event.token is not None]
         update = self.text.update([token for token, _ in new], events[-1].reason)
         delta = Delta(self.index, update.text, reason=update.reason)
@@ -86,9 +104,10 @@ class AnswerState:
         metrics.finished.inc(label=reason)
         if reason in ("stop", "length"):
             metrics.e2e_latency.observe(now - arrival)
-            metrics.inference_time.observe(now - self.started)
-            metrics.decode_time.observe(now - self.first)
             metrics.request_generation_tokens.observe(self.count)
+            if self.count:
+                metrics.inference_time.observe(now - self.started)
+                metrics.decode_time.observe(now - self.first)
             if self.count > 1:
                 metrics.time_per_output_token.observe((now - self.first) / (self.count - 1))
 
@@ -121,6 +140,7 @@ class Generation:
         markers: Collection[int] = (),
     ) -> None:
         self.service, self.prompts, self.sampling = service, prompts, sampling
+        self.num_returned = request.n or 1  # answers per prompt: the best of those that are sampled
         self.arrival, self.key = time.monotonic(), key
         service.check_priority(key, request.priority)
         self.priority = request.priority or 0
@@ -139,14 +159,14 @@ class Generation:
     async def start(self) -> None:
         for prompt in self.prompts:
             self.service.check_prompt(prompt, self.sampling)
+        if self.sampling.prompt_logprobs is not None and any(map(self.service.settings.engine.get, EVICTING_OPTIONS)):
+            message = "log-probabilities of a prompt need a complete KV cache, which this server does not keep."
+            raise ApiError(400, message, param="prompt_logprobs", code="unsupported")
         admission, metrics = self.service.admission, self.service.metrics
         admission.acquire(len(self.answers), self.key)
         try:
             self.service.rate_limits.admit_tokens(self.key, sum(map(len, self.prompts)))
-            self._stream = self.service.require_engine().stream(
-                self.prompts, self.sampling, priority=self.priority, salt=self.salt, adapter=self.adapter,
-                tenant=self.service.tenant(self.key),
-            )  # fmt: skip
+            self._stream = self._start_stream()
         except ApiError:
             admission.release(len(self.answers), self.key)
             raise
@@ -180,24 +200,48 @@ class Generation:
             self.close("error")
             raise
 
+    def _start_stream(self) -> TokenStream:
+        return self._submit(self.prompts, self.sampling)
+
+    def _submit(self, prompts: list[list[int]], sampling: SamplingParams) -> TokenStream:
+        return self.service.require_engine().stream(
+            prompts, sampling, priority=self.priority, salt=self.salt, adapter=self.adapter,
+            tenant=self.service.tenant(self.key),
+        )  # fmt: skip
+
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         """Yield new deltas as they arrive; an empty list after a long silence."""
-        assert self._stream is not None
         deadline = self.arrival + self.service.limits.request_timeout
         while any(not answer.reason for answer in self.answers):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise ApiError(504, f"the request took longer than {self.service.limits.request_timeout:g} seconds.")
-            events = await self._stream.next(min(PING_SECONDS, left))
+            events = await self._next_events(deadline)
             new: dict[int, list[TokenEvent]] = {}
             for event in events:
                 if not self.answers[event.answer].reason:
                     new.setdefault(event.answer, []).append(event)
             deltas = [self.answers[index].add(events, self.arrival) for index, events in new.items()]
             for delta in deltas:
-                if delta.reason and not new[delta.index][-1].reason:
+                if delta.reason and not new[delta.index][-1].reason and self._stream is not None:
                     self._stream.abort(delta.index)
             yield deltas
+
+    async def _next_events(self, deadline: float) -> list[TokenEvent]:
+        """Return new events; none after a long silence."""
+        assert self._stream is not None
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise ApiError(504, f"the request took longer than {self.service.limits.request_timeout:g} seconds.")
+        return await self._stream.next(min(PING_SECONDS, left))
+
+    def select(self, answers: list[Delta]) -> list[Delta]:
+        """Return the answers to respond with: of each prompt, those with the highest total log-probability."""
+        n, best_of = self.num_returned, self.sampling.n
+        if n == best_of:
+            return answers
+        selected: list[Delta] = []
+        for first in range(0, len(answers), best_of):
+            ranked = sorted(answers[first : first + best_of], key=lambda answer: -answer.total_logprob)
+            selected += ranked[:n]
+        return selected
 
     def disconnect(self) -> None:
         """Stop: the client has disconnected."""
@@ -228,6 +272,10 @@ class Generation:
             record.queue_time = max(0.0, min(answer.started for answer in answered) - record.arrival)
             record.time_to_first_token = min(answer.first for answer in answered) - record.arrival
 
+    def prompt_logprobs(self, index: int) -> list[PromptTokenLogprob | None]:
+        """Return the log-probabilities of an answer's prompt, which its first sample has; the first token has none."""
+        return [None, *self.answers[index - index % self.sampling.n].prompt_logprobs]
+
     @property
     def usage(self) -> dict[str, object]:
         prompt = sum(map(len, self.prompts))
@@ -245,7 +293,14 @@ def check_generation(service: Service, body: GenerationRequest, prompts: int = 1
     service.check_model(body.model)
     service.require_engine()
     check_supported(body)
-    answers, limit = prompts * (body.n or 1), service.limits.max_sequences
+    if body.best_of is not None and body.best_of < (body.n or 1):
+        raise ApiError(400, "best_of: it must be at least n.", param="best_of")
+    if body.stream and (body.best_of or 1) > (body.n or 1):
+        raise ApiError(400, "best_of: the best answers are known at the end; leave out stream.", param="best_of")
+    if body.stream and body.prompt_logprobs is not None:
+        message = "prompt_logprobs is not sent in a stream; leave out stream, or use echo with logprobs."
+        raise ApiError(400, message, param="prompt_logprobs")
+    answers, limit = prompts * (body.best_of or body.n or 1), service.limits.max_sequences
     if answers > limit:
         message = f"prompts times n is {answers:,}; a request may ask for at most {limit:,} answers."
         raise ApiError(400, message, param="n")
@@ -253,8 +308,9 @@ def check_generation(service: Service, body: GenerationRequest, prompts: int = 1
 
 
 def build_sampling_params(
-    body: GenerationRequest, *, max_tokens: int | None, logprobs: int | None, vocab_size: int
-) -> SamplingParams:
+    body: GenerationRequest, *, max_tokens: int | None, logprobs: int | None, vocab_size: int,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:  # fmt: skip
     """Convert a request to sampling parameters; fields left out have OpenAI's defaults."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
@@ -269,12 +325,15 @@ def build_sampling_params(
         "min_tokens": body.min_tokens, "temperature": body.temperature, "top_p": body.top_p, "min_p": body.min_p,
         "top_k": max(body.top_k or 0, 0), "presence_penalty": body.presence_penalty,
         "frequency_penalty": body.frequency_penalty, "repetition_penalty": body.repetition_penalty, "seed": body.seed,
-        "n": body.n, "ignore_eos": body.ignore_eos,
+        "n": body.best_of or body.n, "ignore_eos": body.ignore_eos,
     }  # fmt: skip
+    if (body.best_of or 1) > (body.n or 1):
+        logprobs = logprobs or 0  # they decide which answers are the best
     try:
         return SamplingParams(
             max_tokens=max_tokens,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             stop=tuple(dict.fromkeys(stop)),
             stop_token_ids=tuple(body.stop_token_ids or ()),
             logit_bias=bias,
@@ -283,3 +342,19 @@ def build_sampling_params(
         )
     except RequestError as error:
         raise ApiError(400, str(error)) from error
+
+
+def prompt_logprobs_body(
+    tokenizer: AsyncTokenizer, logprobs: list[PromptTokenLogprob | None], count: int
+) -> list[dict[str, dict[str, Any]] | None]:
+    """Return the log-probabilities of a prompt as vLLM does: of each token and the `count` most likely, by token id."""
+
+    def entries(logprob: PromptTokenLogprob) -> dict[str, dict[str, Any]]:
+        ranked = [(logprob.token, logprob.own, logprob.rank)]
+        ranked += [(token, value, rank) for rank, (token, value) in enumerate(logprob.top[:count], 1)]
+        return {
+            str(token): {"logprob": value, "rank": rank, "decoded_token": tokenizer.token(token)[0]}
+            for token, value, rank in ranked
+        }
+
+    return [None if logprob is None else entries(logprob) for logprob in logprobs]

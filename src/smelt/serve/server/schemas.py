@@ -47,7 +47,7 @@ class GenerationRequest(StrictModel):
     """Fields that completions and chat completions share."""
 
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -58,6 +58,10 @@ class GenerationRequest(StrictModel):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     seed: Annotated[int, Field(ge=-INT64, le=INT64)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOPS)] | None = None
     include_stop_str_in_output: bool | None = None
@@ -69,6 +73,7 @@ class GenerationRequest(StrictModel):
         ]
         | None
     ) = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
@@ -133,7 +138,7 @@ class NamedToolChoice(StrictModel):
 
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None

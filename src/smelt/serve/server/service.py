@@ -202,7 +202,7 @@ class Service:
 
         A prompt must also fit into the KV cache, which may be smaller than the context; a longer answer ends there.
         """
-        max_tokens = sampling.max_tokens or 1
+        max_tokens = max(sampling.max_tokens or 1, 1)
         max_model_len = min(self.max_model_len, self.tokenizer.max_tokens + max_tokens)
         try:
             check_prompt(prompt, max_model_len, self.vocab_size, max_tokens)

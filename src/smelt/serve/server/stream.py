@@ -72,7 +72,7 @@ async def respond(
     await generation.start()
     if stream:
         return EventStreamResponse(generation, writer.chunks, stream_format)
-    return JSONResponse(writer.response(await collect(request, generation)))
+    return JSONResponse(writer.response(generation.select(await collect(request, generation))))
 
 
 class EventStreamResponse(Response):

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -40,3 +40,19 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str
         raise ApiError(400, message, param="tokens", code="context_length_exceeded")
     service.check_tokens(body.tokens)
     return {"prompt": await service.tokenizer.decode(body.tokens)}
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> dict[str, Any]:
+    """Return the special tokens and the chat template, as lm-eval asks for them."""
+    service: Service = request.app.state.service
+    tokenizer = service.tokenizer.tokenizer
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "model_max_length": service.max_model_len,
+        "bos_token": tokenizer.bos_token,
+        "eos_token": tokenizer.eos_token,
+        "pad_token": tokenizer.pad_token,
+        "unk_token": tokenizer.unk_token,
+        "chat_template": tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
+    }

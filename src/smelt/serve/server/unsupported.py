@@ -17,10 +17,8 @@ _REASONS = {
     "chat_template": "the chat template is the model's own and cannot be sent",
     "chat_template_kwargs": "the chat template is the model's own and takes no arguments",
     "prompt_embeds": "prompts are text or tokens; vectors cannot be sent",
-    "prompt_logprobs": "log-probabilities of the prompt are not supported",
     "suffix": "text cannot be inserted before a suffix",
     "bad_words": "bad words are not supported; use logit_bias",
-    "use_beam_search": "beam search is not supported",
     "truncate_prompt_tokens": "prompts are not cut; send a shorter one",
     "audio": "this server answers with text only",
     "mm_processor_kwargs": "this server reads text only",
@@ -33,9 +31,6 @@ def check_supported(body: GenerationRequest) -> None:
     for name, reason in _REASONS.items():
         if fields.get(name) not in _EMPTY:
             raise ApiError(400, f"{name}: {reason}.", param=name, code="unsupported")
-    best_of = fields.get("best_of")
-    if best_of is not None and best_of != (body.n or 1):
-        raise ApiError(400, "best_of: only the same number as n is supported.", param="best_of", code="unsupported")
     modalities = fields.get("modalities")
     if modalities not in (None, ["text"]):
         raise ApiError(400, "modalities: this server answers with text only.", param="modalities", code="unsupported")

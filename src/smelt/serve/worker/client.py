@@ -28,6 +28,7 @@ from smelt.serve.worker.messages import (
     LoadAdapter,
     NotALanguageModel,
     Pipe,
+    PromptTokenLogprobs,
     RequestAccepted,
     RequestRejected,
     StartEngine,
@@ -71,6 +72,7 @@ class TokenEvent:
     reason: str
     num_cached_tokens: int  # of the prompt, found in the prefix cache
     started: float  # when the engine first computed some of it, by time.monotonic()
+    prompt_logprobs: Sequence[PromptTokenLogprobs] = ()  # of the next prompt tokens, from the second on
 
 
 class TokenStream:
@@ -297,10 +299,9 @@ class EngineClient:
             return
         if isinstance(message, StepOutput):
             self._update_state(message.state)
-            for request_id, sample, token, logprobs, reason, cached, started in message.tokens:
+            for request_id, sample, *event in message.tokens:
                 if request_id in self._streams:
-                    answer = self._streams[request_id][1] + sample
-                    self._push(request_id, TokenEvent(answer, token, as_logprobs(logprobs), reason, cached, started))
+                    self._push(request_id, token_event(self._streams[request_id][1] + sample, event))
         elif isinstance(message, EngineReady):
             self.engine = message
             self._update_state(message.state)
@@ -354,9 +355,12 @@ def _finish(future: asyncio.Future[None], error: Exception | None) -> None:
         future.set_exception(error)
 
 
-def as_logprobs(content: Any) -> tuple[float, list[tuple[int, float]]] | None:
-    """Restore the tuples that JSON has made lists."""
-    return None if content is None else (content[0], [(token, logprob) for token, logprob in content[1]])
+def token_event(answer: int, fields: Sequence[Any]) -> TokenEvent:
+    """Build an event from those fields of a `SampledToken` that follow its sample; JSON has made tuples lists."""
+    token, logprobs, reason, cached, started, prompt_logprobs = fields
+    own = None if logprobs is None else (logprobs[0], [(token, logprob) for token, logprob in logprobs[1]])
+    of_prompt = [(own, rank, [(token, logprob) for token, logprob in top]) for own, rank, top in prompt_logprobs or ()]
+    return TokenEvent(answer, token, own, reason, cached, started, of_prompt)
 
 
 def _write(pipe: Pipe, outgoing: SimpleQueue[WorkerMessage | None]) -> None:

@@ -228,8 +228,9 @@ class EngineWorker:
         logprobs = None if event.logprobs is None else (event.logprobs.own, event.logprobs.top)
         started = round(request.started, 6)
         return SampledToken(
-            *self._ids[request], event.token, logprobs, event.reason, request.num_cached_tokens, started
-        )
+            *self._ids[request], event.token, logprobs, event.reason, request.num_cached_tokens, started,
+            [(logprob.own, logprob.rank, logprob.top) for logprob in event.prompt_logprobs] or None,
+        )  # fmt: skip
 
     def _ready(self) -> EngineReady:
         engine = self.engine
@@ -242,6 +243,7 @@ class EngineWorker:
             blocks=engine.pool.num_blocks,
             block_size=engine.pool.block_size,
             state=engine.state(),
+            eos_token_ids=list(engine.runner.eos_token_ids),
         )
 
 

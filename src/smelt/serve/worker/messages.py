@@ -73,6 +73,7 @@ class EngineReady:
     blocks: int
     block_size: int
     state: dict[str, int]
+    eos_token_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,10 @@ class RequestRejected:
     overloaded: bool = False  # not for its own sake: it may be sent again later
 
 
+# Of one prompt token: its log-probability and rank, and the most likely tokens with their log-probabilities.
+PromptTokenLogprobs = tuple[float, int, Sequence[tuple[int, float]]]
+
+
 class SampledToken(NamedTuple):
     """A token of one sample, or its end, or both."""
 
@@ -112,6 +117,7 @@ class SampledToken(NamedTuple):
     reason: str  # not empty: the sample has finished
     num_cached_tokens: int  # of the prompt, found in the prefix cache
     started: float  # when the engine first computed some of it, by time.monotonic()
+    prompt_logprobs: Sequence[PromptTokenLogprobs] | None = None  # of the next prompt tokens, from the second on
 
 
 @dataclass

@@ -20,8 +20,7 @@ from smelt.serve.engine.kv_dtype import backend_suffix
 from smelt.serve.engine.per_head.cache import PerHeadCache
 from smelt.serve.engine.per_head.compress import ChunkCompressor, per_head_attention
 from smelt.serve.engine.per_head.step import PerHeadBatch, PerHeadTables, build_batch
-from smelt.serve.engine.runner import InflightBatch, eager_logits, find_eos_token_ids, logits_indices, sampled_requests
-from smelt.serve.engine.sampler import sample
+from smelt.serve.engine.runner import InflightBatch, eager_logits, find_eos_token_ids, logits_indices
 from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 
 
@@ -60,8 +59,7 @@ class PerHeadRunner:
         ids, tokens = self._token_inputs(batch.chunks)
         logits = self._logits(ids, build_batch(self.cache, batch.chunks, tokens, self._to_device), batch.chunks)
         self._tables.finish(batch)
-        requests = sampled_requests(batch.chunks)
-        return InflightBatch(batch, requests, sample(logits, requests, self.eos_token_ids) if requests else None)
+        return InflightBatch.from_logits(batch, logits, self.eos_token_ids)
 
     def _logits(
         self, ids: Tensor, batch: PerHeadBatch, chunks: list[ScheduledChunk]
