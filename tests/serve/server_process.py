@@ -146,11 +146,11 @@ def start(
             start_new_session=own_session,
         )
     until = time.monotonic() + 2 * PATIENCE
-    while not (match := re.search(r"served at http://\S+?:(\d+) ", log.read_text())):
+    while not (match := re.search(r"served at (https?)://\S+?:(\d+) ", log.read_text())):
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < until, log.read_text()
         time.sleep(0.05)
-    return Server(process, f"http://127.0.0.1:{match[1]}", log)
+    return Server(process, f"{match[1]}://127.0.0.1:{match[2]}", log)
 
 
 def read_events(response: httpx.Response) -> list[dict[str, Any]]:

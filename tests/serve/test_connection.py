@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +14,22 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from smelt.serve.server.connection import TimedConnection
-from smelt.serve.server.settings import ServerLimits
+from smelt.serve.server.server import tls_context
+from smelt.serve.server.settings import ServerLimits, TlsFiles
+from tests.serve.certificates import write_certificate
 
 HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter, list[str]], Awaitable[None]]
 
 
-def run_connection(monkeypatch: pytest.MonkeyPatch, talk: Talk, answer: bytes = b"ok", **limits: Any) -> list[str]:
+@pytest.fixture(params=["http", "https"])
+def tls(request: pytest.FixtureRequest, tmp_path: Path) -> TlsFiles | None:
+    return TlsFiles(*map(str, write_certificate(tmp_path))) if request.param == "https" else None
+
+
+def run_connection(
+    monkeypatch: pytest.MonkeyPatch, talk: Talk, answer: bytes = b"ok", tls: TlsFiles | None = None, **limits: Any
+) -> list[str]:
     """Run a client against the server and return what the application saw."""
     events: list[str] = []
 
@@ -36,9 +47,12 @@ def run_connection(monkeypatch: pytest.MonkeyPatch, talk: Talk, answer: bytes = 
         config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None)
         config.load()
         state, loop = ServerState(), asyncio.get_running_loop()
-        server = await loop.create_server(lambda: TimedConnection(config, state, {}), "127.0.0.1", 0)
+        server = await loop.create_server(
+            lambda: TimedConnection(config, state, {}), "127.0.0.1", 0, ssl=None if tls is None else tls_context(tls)
+        )
+        trusting = None if tls is None else ssl.create_default_context(cafile=tls.certificate)
         async with server:
-            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), limit=1)
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), limit=1, ssl=trusting)
             async with asyncio.timeout(60):
                 await talk(reader, writer, events)
             writer.transport.abort()
@@ -50,7 +64,9 @@ def run_connection(monkeypatch: pytest.MonkeyPatch, talk: Talk, answer: bytes = 
 
 
 @pytest.mark.parametrize("slowly", [False, True])
-def test_a_client_that_does_not_finish_its_headers_is_dropped(monkeypatch: pytest.MonkeyPatch, slowly: bool) -> None:
+def test_a_client_that_does_not_finish_its_headers_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, slowly: bool, tls: TlsFiles | None
+) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: list[str]) -> None:
         try:
             while slowly and not (reader.at_eof() or writer.transport.is_closing()):
@@ -61,20 +77,22 @@ def test_a_client_that_does_not_finish_its_headers_is_dropped(monkeypatch: pytes
             pass
 
     started = time.monotonic()
-    assert run_connection(monkeypatch, talk, header_timeout=0.3) == []
+    assert run_connection(monkeypatch, talk, tls=tls, header_timeout=0.3) == []
     assert time.monotonic() - started > 0.3
 
 
-def test_a_client_that_does_not_read_is_dropped_and_the_application_notified(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_does_not_read_is_dropped_and_the_application_notified(
+    monkeypatch: pytest.MonkeyPatch, tls: TlsFiles | None
+) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: list[str]) -> None:
         writer.write(HEAD)
         while "gone" not in seen:
             await asyncio.sleep(0.02)
 
-    assert run_connection(monkeypatch, talk, b"x" * (1 << 20), client_timeout=0.3) == ["request", "gone"]
+    assert run_connection(monkeypatch, talk, b"x" * (1 << 20), tls, client_timeout=0.3) == ["request", "gone"]
 
 
-def test_a_slow_reader_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_reader_is_kept(monkeypatch: pytest.MonkeyPatch, tls: TlsFiles | None) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: list[str]) -> None:
         writer.write(HEAD)
         size = 0
@@ -85,7 +103,7 @@ def test_a_slow_reader_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
             await asyncio.sleep(0.05)
 
     started = time.monotonic()
-    assert run_connection(monkeypatch, talk, b"x" * (1 << 17), client_timeout=2)[0] == "request"
+    assert run_connection(monkeypatch, talk, b"x" * (1 << 17), tls, client_timeout=2)[0] == "request"
     assert time.monotonic() - started > 2, "it was read so fast that nothing was tested"
 
 

@@ -24,10 +24,7 @@ from tests.serve.conftest import KEYS
 from tests.serve.server_process import Server
 
 ROUTES = (
-    *(
-        ("GET", path)
-        for path in ("/", "/health", "/metrics", "/state", "/version", "/v1/models", "/openapi.json", "/x")
-    ),
+    *(("GET", path) for path in ("/", "/metrics", "/state", "/version", "/v1/models", "/openapi.json", "/x")),
     *(
         ("POST", path)
         for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize")
@@ -65,6 +62,13 @@ def test_disguised_paths_need_a_key_too(keyed: Server) -> None:
         "/v1/models#/health",
     ):
         assert keyed.get(path).status_code == 401
+    assert keyed.post("/health", {}).status_code == 401
+
+
+def test_probes_need_no_key_and_learn_nothing_else(keyed: Server) -> None:
+    for path in ("/health", "/ping"):
+        answer = keyed.get(path)
+        assert answer.status_code == 200 and answer.json() == {"status": "ok"}
 
 
 def test_the_challenge_reveals_nothing_about_keys(keyed: Server) -> None:
@@ -135,7 +139,7 @@ def test_a_public_address_needs_keys(tmp_path: Path) -> None:
 def test_the_key_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("\n# none\n  first-long-key \nsecond-long-key\n\n")
-    assert read_keys(file) == {hashlib.sha256(key).digest() for key in (b"first-long-key", b"second-long-key")}
+    assert set(read_keys(file)) == {hashlib.sha256(key).digest() for key in (b"first-long-key", b"second-long-key")}
     for content, sentence in (("", "no API key"), ("# only this\n", "no API key"), ("short\n", "fewer than 8")):
         file.write_text(content)
         with pytest.raises(SmeltError, match=sentence):

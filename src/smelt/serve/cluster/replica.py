@@ -17,6 +17,7 @@ from dataclasses import asdict, astuple
 from typing import Any
 
 from smelt.errors import RequestError
+from smelt.serve.engine.request import Tenant
 from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.worker.client import EngineClient, TokenStream, WorkerDiedError
 from smelt.serve.worker.messages import SubmitRequest, decode
@@ -48,6 +49,7 @@ class Replica:
             stream = self._client.stream(
                 [request.prompt], SamplingParams.from_json(request.sampling), priority=request.priority,
                 salt=bytes.fromhex(request.salt), adapter=request.adapter,
+                tenant=Tenant(request.tenant, request.weight),
             )  # fmt: skip
         except WorkerDiedError:
             yield json.dumps({"died": True})

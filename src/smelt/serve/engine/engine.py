@@ -23,7 +23,7 @@ from smelt.serve.engine.detokenizer import Detokenizer
 from smelt.serve.engine.factory import build
 from smelt.serve.engine.prefill_pace import PrefillPace
 from smelt.serve.engine.prompt_logprobs import PromptLogprob
-from smelt.serve.engine.request import Request, RequestId, RequestStatus, check_prompt, check_tokens
+from smelt.serve.engine.request import ANYONE, Request, RequestId, RequestStatus, Tenant, check_prompt, check_tokens
 from smelt.serve.engine.runner import InflightBatch
 from smelt.serve.engine.sampler import Logprobs
 from smelt.serve.engine.sampling_params import SamplingParams
@@ -150,7 +150,7 @@ class Engine:
 
     def submit(
         self, prompt: Sequence[int], sampling: SamplingParams, *, name: str = "", priority: int = 0, salt: bytes = b"",
-        adapter: str | None = None,
+        adapter: str | None = None, tenant: Tenant = ANYONE,
     ) -> list[Request]:  # fmt: skip
         """Queue a prompt: one request per sample, which share the prompt's blocks."""
         self.adapters.check(adapter)
@@ -169,7 +169,7 @@ class Engine:
             own_sampling = replace(sampling, prompt_logprobs=None) if sample else sampling  # only the first computes it
             request = Request(
                 id=RequestId(name, sample), prompt=list(prompt), sampling=own_sampling, limit=limit, seed=seed + sample,
-                priority=priority, salt=salt, adapter=adapter, parent=requests[0] if requests else None,
+                priority=priority, salt=salt, adapter=adapter, tenant=tenant, parent=requests[0] if requests else None,
                 matcher=None if matcher is None else matcher.copy(),
             )  # fmt: skip
             try:

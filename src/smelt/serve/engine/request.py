@@ -31,6 +31,16 @@ class RequestId(NamedTuple):
         return f"{self.name}-{self.sample}"
 
 
+class Tenant(NamedTuple):
+    """Whom a request is run for; waiting requests of several tenants share the engine by weight."""
+
+    name: str
+    weight: int = 1
+
+
+ANYONE = Tenant("")
+
+
 class CacheState:
     """State that a cache manager keeps for a request besides its blocks; managers that need one subclass it."""
 
@@ -47,6 +57,8 @@ class Request:
     priority: int = 0  # lower runs first
     salt: bytes = b""  # only requests with the same salt share cached blocks
     adapter: str | None = None
+    tenant: Tenant = ANYONE
+    start_tag: float = 0.0  # virtual time at which fair queueing lets it start
     arrival: int = 0  # its number in the order of arrival
 
     state: RequestStatus = RequestStatus.WAITING
@@ -73,9 +85,9 @@ class Request:
         self.tokens = self.tokens or list(self.prompt)
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, float, int]:
         """Sort key: the first runs first and is preempted last."""
-        return self.priority, self.arrival
+        return self.priority, self.start_tag, self.arrival
 
     @property
     def num_expected_tokens(self) -> int:

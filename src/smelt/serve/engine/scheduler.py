@@ -1,10 +1,10 @@
 """Continuous batching: choose the tokens of the next step (Yu et al., OSDI 2022, with blocks allocated on demand).
 
 Every step is scheduled anew. Running requests come first, in order; each gets its next token or the next chunk of its
-prompt. Then waiting requests are admitted in order while all tokens of each fit; the first that does not fit ends the
-admission, so that no request starves. A request with a long prompt reserves blocks for its output: recomputing the
-prompt would cost more. If blocks run out anyway, the last running request is preempted: its blocks are released and
-its tokens are recomputed later; no sampled token is lost.
+prompt. Then waiting requests are admitted in order (of priority, then fairly between tenants, then of arrival) while
+all tokens of each fit; the first that does not fit ends the admission, so that no request starves. A request with a
+long prompt reserves blocks for its output: recomputing the prompt would cost more. If blocks run out anyway, the last
+running request is preempted: its blocks are released and its tokens are recomputed later; no sampled token is lost.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from smelt.errors import RequestError
+from smelt.serve.engine.fair_queue import FairQueue
 from smelt.serve.engine.kv_cache_manager import KVCacheManager
 from smelt.serve.engine.request import Request, RequestStatus
 
@@ -73,6 +74,7 @@ class Scheduler:
         )  # free when a request is admitted while others run
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.fair_queue = FairQueue()
         self._slots = deque(range(max_num_seqs))
         self._arrivals = 0
         self._prompt_budget = max_num_batched_tokens  # what is left of it in the step that is being scheduled
@@ -89,6 +91,7 @@ class Scheduler:
         request.limit = max_tokens
         request.arrival = self._arrivals
         self._arrivals += 1
+        self.fair_queue.on_arrival(request)
         self._enqueue(request)
 
     def finish(self, request: Request, reason: str) -> None:
@@ -96,6 +99,7 @@ class Scheduler:
         those in flight."""
         if request.state is RequestStatus.FINISHED:
             return
+        self.fair_queue.on_finish(request)
         if request.state is RequestStatus.WAITING:
             self.waiting.remove(request)
         else:
@@ -195,6 +199,7 @@ class Scheduler:
                 request.num_computed_tokens = 0
                 break
             self.waiting.pop(0)
+            self.fair_queue.on_start(request)
             request.parent = None
             if not request.preemptions:
                 request.num_cached_tokens = request.num_computed_tokens

@@ -13,6 +13,7 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from smelt.serve.server.errors import ApiError
+from smelt.serve.server.request_record import new_request_id
 from smelt.serve.server.settings import ServerLimits
 
 _TCP_INFO_ACKED = 120  # offset of tcpi_bytes_acked in Linux' struct tcp_info
@@ -48,6 +49,7 @@ class TimedConnection(H11Protocol):
             return
         body = json.dumps(ApiError(400, "this is not a valid HTTP request, or its headers are too long.").body).encode()
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        head += f"x-request-id: {new_request_id()}\r\n"
         self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
         self.transport.close()
 

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from smelt.serve.server.errors import ApiError, ClientGoneError
+from smelt.serve.server.request_record import current_record
 from smelt.serve.server.schemas import EmbeddingRequest
 from smelt.serve.server.service import Service
 from smelt.serve.server.tokenization import INLINE_CHARACTERS
@@ -31,12 +32,15 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     if body.dimensions not in (None, encoder.hidden_size):
         raise ApiError(400, f"dimensions: the model's vectors have {encoder.hidden_size}.", param="dimensions")
     texts = await _inputs(service, body)
-    service.admission.acquire(len(texts))
+    tokens, key = sum(map(len, texts)), request.state.key
+    service.admission.acquire(len(texts), key)
     try:
+        service.rate_limits.admit_tokens(key, tokens)
         vectors = await _unless_disconnected(request, encoder.embed(texts))
     finally:
-        service.admission.release(len(texts))
-    tokens = sum(map(len, texts))
+        service.admission.release(len(texts), key)
+    record = current_record()
+    record.model, record.prompt_tokens = service.name, tokens
     service.metrics.prompt_tokens.inc(tokens)
     service.metrics.embeddings.inc(len(texts))
     for text in texts:

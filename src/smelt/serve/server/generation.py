@@ -11,6 +11,7 @@ from typing import Any
 from smelt.errors import RequestError
 from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.server.errors import ApiError, ClientGoneError
+from smelt.serve.server.request_record import current_record
 from smelt.serve.server.schemas import GenerationRequest
 from smelt.serve.server.service import Service
 from smelt.serve.server.structured import parse_structured_output
@@ -140,7 +141,8 @@ class Generation:
     ) -> None:
         self.service, self.prompts, self.sampling = service, prompts, sampling
         self.num_returned = request.n or 1  # answers per prompt: the best of those that are sampled
-        self.arrival = time.monotonic()
+        self.arrival, self.key = time.monotonic(), key
+        service.check_priority(key, request.priority)
         self.priority = request.priority or 0
         self.constraint_param = "response_format"  # the field that an invalid constraint comes from
         self.adapter = service.adapter_name(request.model)
@@ -165,12 +167,16 @@ class Generation:
             message = "log-probabilities of a prompt need a complete KV cache, which this server does not keep."
             raise ApiError(400, message, param="prompt_logprobs", code="unsupported")
         admission, metrics = self.service.admission, self.service.metrics
-        admission.acquire(len(self.answers))
+        admission.acquire(len(self.answers), self.key)
         try:
+            self.service.rate_limits.admit_tokens(self.key, sum(map(len, self.prompts)))
             self._stream = self._start_stream()
+        except ApiError:
+            admission.release(len(self.answers), self.key)
+            raise
         except WorkerDiedError:
-            admission.release(len(self.answers))
-            message = "the engine is restarting; try again soon."
+            admission.release(len(self.answers), self.key)
+            message = "the engine is not running now; try again soon."
             raise ApiError(503, message, code="engine_down", headers={"retry-after": "5"}) from None
         metrics.request_n.observe(self.sampling.n)
         if self.sampling.max_tokens is not None:
@@ -203,8 +209,9 @@ class Generation:
 
     def _submit(self, prompts: list[list[int]], sampling: SamplingParams) -> TokenStream:
         return self.service.require_engine().stream(
-            prompts, sampling, priority=self.priority, salt=self.salt, adapter=self.adapter
-        )
+            prompts, sampling, priority=self.priority, salt=self.salt, adapter=self.adapter,
+            tenant=self.service.tenant(self.key),
+        )  # fmt: skip
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         """Yield new deltas as they arrive; an empty list after a long silence."""
@@ -251,10 +258,23 @@ class Generation:
             return
         self._stream.close()
         self._stream = None
-        self.service.admission.release(len(self.answers))
+        self.service.admission.release(len(self.answers), self.key)
+        self.service.rate_limits.charge_tokens(self.key, sum(answer.count for answer in self.answers))
         for answer in self.answers:
             if not answer.reason:
                 answer.finish(reason, time.monotonic(), self.arrival)
+        self._fill_record()
+
+    def _fill_record(self) -> None:
+        """Tell the access log and traces what the request has used."""
+        record, answered = current_record(), [answer for answer in self.answers if answer.count]
+        record.model = self.adapter or self.service.name
+        record.prompt_tokens = sum(map(len, self.prompts))
+        record.output_tokens = sum(answer.count for answer in self.answers)
+        record.finish_reason = ",".join(dict.fromkeys(answer.reason for answer in self.answers))
+        if answered:
+            record.queue_time = max(0.0, min(answer.started for answer in answered) - record.arrival)
+            record.time_to_first_token = min(answer.first for answer in answered) - record.arrival
 
     def prompt_logprobs(self, index: int) -> list[PromptTokenLogprob | None]:
         """Return the log-probabilities of an answer's prompt, which its first sample has; the first token has none."""

@@ -1,33 +1,88 @@
-"""ASGI middleware that checks every request before it is routed: sizes, host and origin, API key, body."""
+"""ASGI middleware: record every request, and check it before it is routed (sizes, host and origin, API key, body)."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from smelt.serve.server.auth import find_key, host_allowed, is_loopback, origin_allowed
 from smelt.serve.server.errors import ApiError, ClientGoneError, as_api_error
+from smelt.serve.server.rate_limit import RateLimits
+from smelt.serve.server.request_record import RequestRecord, begin_record, current_record, request_id
 from smelt.serve.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 _CLOSE = {"connection": "close"}
+PUBLIC_PATHS = ("/health", "/ping")  # read by probes, which have no key
+MAX_PATH = 256  # characters of it that are recorded
 DRAIN_FACTOR, DRAIN_SECONDS = 8, 1.0  # how much of a refused body is read and discarded, and for how long
+
+
+RecordSink = Callable[[RequestRecord, Sequence[tuple[bytes, bytes]]], None]  # a request that has ended, its headers
+
+
+class RequestRecorder:
+    """Give every request an id, which its response has as a header, and pass its record on when it has ended."""
+
+    def __init__(self, app: ASGIApp, sinks: Sequence[RecordSink] = ()) -> None:
+        self.app, self.sinks = app, sinks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers, client = scope["headers"], scope.get("client")
+        record = RequestRecord(
+            request_id(headers), client[0] if client else "", scope["method"], scope["path"][:MAX_PATH]
+        )
+        begin_record(record)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                own = (b"x-request-id", record.id.encode())
+                message = {**message, "headers": [*message.get("headers", ()), own]}
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_id)
+        finally:
+            record.duration = time.monotonic() - record.arrival
+            for sink in self.sinks:
+                sink(record, headers)
 
 
 class RequestGuard:
     """Wrap the whole application: no route bypasses it."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
-        self.app, self.keys, self.limits = app, settings.keys, settings.limits
-        self.local = is_loopback(settings.host)
+        self.app, self.keys, self.limits, self.root_path = app, settings.keys, settings.limits, settings.root_path
+        self.local, self.rate_limits = is_loopback(settings.host), RateLimits(settings.keys)
+        self.allowed_origins = frozenset(origin.encode() for origin in settings.allowed_origins)
+        self._with_cors = CORSMiddleware(  # answers preflight requests itself
+            self._handle, allow_origins=settings.allowed_origins, allow_methods=("GET", "POST"), allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )  # fmt: skip
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        origin = dict(scope["headers"]).get(b"origin")
+        handle = self._with_cors if origin in self.allowed_origins else self._handle
+        await handle(self._without_root_path(scope), receive, send)
+
+    def _without_root_path(self, scope: Scope) -> Scope:
+        """Accept paths with the prefix of a proxy, and without it where the proxy has removed it."""
+        path, root = scope["path"], self.root_path
+        return {**scope, "path": path[len(root) :]} if root and path.startswith(f"{root}/") else scope
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
 
         async def tracked_send(message: Message) -> None:
@@ -43,7 +98,7 @@ class RequestGuard:
             return
         except Exception as error:
             if not isinstance(error, ApiError):
-                logger.error("a request failed: %s at %s", type(error).__name__, _location(error))
+                logger.error("request %s failed: %s at %s", current_record().id, type(error).__name__, _location(error))
             if started:
                 raise ConnectionAbortedError from None  # too late for an error response: close the connection
             await as_api_error(error).response_for(scope["path"])(scope, receive, send)
@@ -57,15 +112,21 @@ class RequestGuard:
             )
         if self.local and not host_allowed(headers):
             raise ApiError(403, "this server accepts only loopback names, such as localhost, as its Host.")
-        if not origin_allowed(headers):
+        if not origin_allowed(headers, self.allowed_origins):
             raise ApiError(403, "requests from pages of other sites are not allowed.")
-        scope.setdefault("state", {})["key"] = b""
+        state = scope.setdefault("state", {})
+        state["key"], state["authorized"] = b"", True
         if self.keys:
             key = find_key(self.keys, headers)
-            if key is None:
+            if key is None and scope["method"] == "GET" and scope["path"] in PUBLIC_PATHS:
+                state["authorized"] = False
+            elif key is None:
                 challenge = {"www-authenticate": 'Bearer, Basic realm="smelt (the password is an API key)"'}
                 raise ApiError(401, "a valid API key is required.", code="invalid_api_key", headers=challenge)
-            scope["state"]["key"] = key
+            else:
+                state["key"], current_record().key_name = key, self.keys[key].name
+                if scope["method"] == "POST":
+                    self.rate_limits.admit_request(key)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """Read the body, counting bytes as they arrive: Content-Length is only a hint."""

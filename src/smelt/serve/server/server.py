@@ -8,19 +8,23 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import ssl
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
 
 import uvicorn
 
 from smelt.errors import SmeltError
 from smelt.logs import show_logs
+from smelt.serve.server.access_log import AccessLog
 from smelt.serve.server.app import create_app
 from smelt.serve.server.auth import check_binding
 from smelt.serve.server.connection import TimedConnection
 from smelt.serve.server.errors import ApiError
+from smelt.serve.server.middleware import RecordSink
 from smelt.serve.server.service import Service, SupervisorFactory, supervise_subprocess
-from smelt.serve.server.settings import ServerSettings
+from smelt.serve.server.settings import ServerSettings, TlsFiles
 
 logger = logging.getLogger(__name__)
 KEEP_ALIVE_SECONDS = 5  # that an idle connection stays open
@@ -29,17 +33,51 @@ KEEP_ALIVE_SECONDS = 5  # that an idle connection stays open
 def serve(settings: ServerSettings, supervisor_factory: SupervisorFactory = supervise_subprocess) -> int:
     """Serve until a signal arrives. Return the exit code: 0, or 1 if the engine died too often."""
     check_binding(settings.host, settings.keys)
+    tls = None if settings.tls is None else tls_context(settings.tls)
     _set_up_logging()
     _raise_file_limit()
-    with bind_socket(settings.host, settings.port) as listener:
-        return asyncio.run(_ServerRun(settings, listener, supervisor_factory).run())
+    with ExitStack() as stack:
+        listener = stack.enter_context(bind_socket(settings.host, settings.port))
+        sinks = _record_sinks(settings, stack)
+        return asyncio.run(_ServerRun(settings, listener, supervisor_factory, tls, sinks).run())
+
+
+def _record_sinks(settings: ServerSettings, stack: ExitStack) -> list[RecordSink]:
+    """Return what takes the records of requests: the access log, and a tracer, which is imported only if wanted."""
+    sinks: list[RecordSink] = []
+    if settings.access_log:
+        log = stack.enter_context(closing(AccessLog(settings.access_log)))
+        sinks.append(lambda record, _: log.write(record))
+    if settings.otlp_endpoint:
+        from smelt.serve.server.tracing import Tracer
+
+        sinks.append(stack.enter_context(closing(Tracer(settings.otlp_endpoint))).record)
+    return sinks
+
+
+def tls_context(files: TlsFiles) -> ssl.SSLContext:
+    """Return a context for TLS 1.2 and later; never prompt for the password of a key."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        password = "" if files.password_file is None else Path(files.password_file).read_text().strip()
+        context.load_cert_chain(files.certificate, files.key, lambda: password)
+    except (OSError, UnicodeDecodeError) as error:  # ssl.SSLError is an OSError
+        reason = error.strerror if isinstance(error, OSError) and not isinstance(error, ssl.SSLError) else "not valid"
+        raise SmeltError(
+            f"the TLS certificate {files.certificate} or its key cannot be used ({reason}); check that both are PEM "
+            "files that belong together, and the password file of an encrypted key."
+        ) from error
+    return context
 
 
 class _ServerRun:
     def __init__(
-        self, settings: ServerSettings, listener: socket.socket, supervisor_factory: SupervisorFactory
-    ) -> None:
-        self.settings, self.listener = settings, listener
+        self, settings: ServerSettings, listener: socket.socket, supervisor_factory: SupervisorFactory,
+        tls: ssl.SSLContext | None, sinks: Sequence[RecordSink],
+    ) -> None:  # fmt: skip
+        self.settings, self.listener, self.tls, self.sinks = settings, listener, tls, sinks
         self.stopping = asyncio.Event()
         self.service = Service(settings, supervisor_factory)
         self.server: _Uvicorn | None = None
@@ -71,11 +109,13 @@ class _ServerRun:
         service, limits = self.service, self.settings.limits
         TimedConnection.limits = limits
         config = uvicorn.Config(
-            create_app(service), http=TimedConnection, ws="none", lifespan="off", loop="asyncio", log_config=None,
-            access_log=False, server_header=False, proxy_headers=False, timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            h11_max_incomplete_event_size=limits.max_header_bytes,
+            create_app(service, self.sinks), http=TimedConnection, ws="none", lifespan="off", loop="asyncio",
+            log_config=None, access_log=False, server_header=False, proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS, h11_max_incomplete_event_size=limits.max_header_bytes,
             timeout_graceful_shutdown=int(limits.shutdown_timeout) + 3,
         )  # fmt: skip
+        config.load()
+        config.ssl = self.tls
         self.server = _Uvicorn(config)
         tasks = [asyncio.create_task(self._record_history())]
         if service.supervisor is not None:
@@ -83,7 +123,8 @@ class _ServerRun:
         host, port = self.listener.getsockname()[:2]
         address = f"[{host}]" if ":" in host else host
         self.listener.listen(config.backlog)  # before the message, since a client may connect as soon as it reads it
-        logger.info("%s is served at http://%s:%d (Ctrl-C stops it)", service.name, address, port)
+        scheme = "http" if self.tls is None else "https"
+        logger.info("%s is served at %s://%s:%d (Ctrl-C stops it)", service.name, scheme, address, port)
         await self.server.serve(sockets=[self.listener])
         for task in tasks:
             task.cancel()

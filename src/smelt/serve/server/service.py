@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.errors import ModelError, RequestError
-from smelt.serve.engine.request import check_prompt, check_tokens
+from smelt.serve.engine.request import ANYONE, Tenant, check_prompt, check_tokens
 from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.server.errors import ApiError, as_api_error
 from smelt.serve.server.metrics import ServerMetrics
 from smelt.serve.server.parsers import OutputFormat, select_format
+from smelt.serve.server.rate_limit import RateLimits
 from smelt.serve.server.settings import ServeConfig, ServerSettings
 from smelt.serve.server.supervisor import EngineSupervisor
 from smelt.serve.server.tokenization import AsyncTokenizer
@@ -24,6 +26,7 @@ from smelt.version import __version__
 if TYPE_CHECKING:
     from smelt.serve.encoder import Encoder
 
+FREE_SHARE = 3  # of several keys one alone can hold three quarters of the queue, two 3/7 each, ...
 SupervisorFactory = Callable[[ServerSettings, Observer, dict[str, Any]], EngineSupervisor]  # the last: engine options
 
 
@@ -36,12 +39,17 @@ def supervise_subprocess(settings: ServerSettings, observe: Observer, options: d
 class AdmissionControl:
     """Bound the sequences that run and wait, so that the queue cannot grow without limit."""
 
-    def __init__(self, capacity: int, metrics: ServerMetrics) -> None:
+    def __init__(self, capacity: int, metrics: ServerMetrics, num_keys: int = 0) -> None:
         self.capacity, self.admitted, self.closed = capacity, 0, False
-        self._metrics = metrics
+        self._metrics, self._shared = metrics, num_keys > 1
+        self._admitted_by_key: Counter[bytes] = Counter()
 
-    def check(self, sequences: int) -> None:
-        """Refuse a request for which there is no room now."""
+    def check(self, sequences: int, key: bytes = b"") -> None:
+        """Refuse a request for which there is no room now.
+
+        A key may hold at most `FREE_SHARE` times the room that is left (a dynamic threshold, Choudhury and Hahne,
+        1998), so that no key, however many requests it sends, fills the queue for the others.
+        """
         if self.closed:
             raise ApiError(503, "the server is shutting down.", code="shutting_down")
         if sequences > self.capacity:
@@ -52,13 +60,22 @@ class AdmissionControl:
                 429, f"the queue is full: {self.admitted:,} answers are running or waiting; try again later.",
                 code="queue_full", headers={"retry-after": "1"},
             )  # fmt: skip
+        held = self._admitted_by_key[key] if self._shared and key else 0
+        if held and held + sequences > FREE_SHARE * (self.capacity - self.admitted):
+            self._metrics.refused.inc()
+            raise ApiError(
+                429, f"{held:,} answers of this API key are running or waiting, and others need room; try again later.",
+                code="queue_full", headers={"retry-after": "1"},
+            )  # fmt: skip
 
-    def acquire(self, sequences: int) -> None:
-        self.check(sequences)
+    def acquire(self, sequences: int, key: bytes = b"") -> None:
+        self.check(sequences, key)
         self.admitted += sequences
+        self._admitted_by_key[key] += sequences
 
-    def release(self, sequences: int) -> None:
+    def release(self, sequences: int, key: bytes = b"") -> None:
         self.admitted -= sequences
+        self._admitted_by_key[key] -= sequences
 
     def close(self) -> None:
         """Admit no more requests."""
@@ -74,6 +91,8 @@ class Service:
         self.created = int(time.time())
         identity = f"{settings.model} {self.name} {__version__}"
         self.system_fingerprint = f"fp_{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+        self.changing = asyncio.Lock()  # held while adapters change or the engine goes to sleep
+        self.adapters = dict(settings.adapters)  # LoRA adapters served now: folders by name
         self.supervisor: EngineSupervisor | None = None
         self.encoder: Encoder | None = None
         self.max_model_len = self.vocab_size = 0
@@ -81,6 +100,7 @@ class Service:
         self.tokenizer: AsyncTokenizer
         self.output_format: OutputFormat
         self.admission: AdmissionControl
+        self.rate_limits: RateLimits
 
     async def start(self) -> None:
         """Load everything. The engine's process starts first, so that both processes import in parallel."""
@@ -133,11 +153,17 @@ class Service:
         self.tokenizer = AsyncTokenizer(tokenizer, max_prompt_tokens)
         names = self.settings.tool_call_parser, self.settings.reasoning_parser
         self.output_format = select_format(self.tokenizer.template, self.tokenizer.added_tokens, *names)
-        self.admission = AdmissionControl(self._capacity, self.metrics)
+        self.admission = AdmissionControl(self._capacity, self.metrics, len(self.settings.keys))
+        self.rate_limits = RateLimits(self.settings.keys)
 
     def _observe(self, state: dict[str, int]) -> None:
         if hasattr(self, "metrics"):
             self.metrics.update_engine_state(state)
+
+    def require_supervisor(self) -> EngineSupervisor:
+        self.require_engine()
+        assert self.supervisor is not None
+        return self.supervisor
 
     def require_engine(self) -> EngineClient:
         """Return the engine's client; refuse the request if the model is an encoder, which has none."""
@@ -155,10 +181,20 @@ class Service:
     @property
     def names(self) -> list[str]:
         """Names in the API: the model and each of its adapters."""
-        return [self.name, *self.settings.adapters]
+        return [self.name, *self.adapters]
 
     def adapter_name(self, model: str | None) -> str | None:
-        return model if model in self.settings.adapters else None
+        return model if model in self.adapters else None
+
+    def tenant(self, key: bytes) -> Tenant:
+        """Return whom the scheduler counts the requests of a key for; without keys all are one."""
+        return Tenant(self.settings.keys[key].name, self.settings.keys[key].weight) if key else ANYONE
+
+    def check_priority(self, key: bytes, priority: int | None) -> None:
+        """Refuse a priority of a client whose API key does not allow it; without keys everyone may set one."""
+        if priority and key and not self.settings.keys[key].allow_priority:
+            message = "this API key may not set a priority; leave it out, or have priority=allow set for the key."
+            raise ApiError(403, message, param="priority", code="priority_not_allowed")
 
     def check_model(self, model: str | None) -> None:
         if model not in (None, "", *self.names):

@@ -6,13 +6,15 @@ Nothing here imports torch: the server starts while the engine's process still d
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from smelt.device import resolve_device
 from smelt.errors import ConfigError
-from smelt.serve.server.auth import check_binding, read_keys
+from smelt.serve.server.access_log import check_access_log
+from smelt.serve.server.auth import Keys, check_binding, read_keys
 from smelt.serve.server.parsers import AUTO, NONE, REASONING_PARSERS, TOOL_CALL_PARSERS, check_parser_names
 
 
@@ -38,6 +40,13 @@ class ServerLimits:
 
 
 @dataclass(frozen=True)
+class TlsFiles:
+    certificate: str  # with its chain
+    key: str
+    password_file: str | None = None  # of the key
+
+
+@dataclass(frozen=True)
 class ServerSettings:
     """Everything that a running server needs: resolved, with hashed API keys."""
 
@@ -45,7 +54,7 @@ class ServerSettings:
     name: str = ""  # in the API; by default the last part of `model`
     host: str = "127.0.0.1"
     port: int = 8000
-    keys: frozenset[bytes] = frozenset()  # SHA-256 of each API key; if empty, none is required
+    keys: Keys = field(default_factory=dict)  # by the SHA-256 of each API key; if empty, none is required
     device: str = "cpu"
     engine: dict[str, Any] = field(default_factory=dict)  # fields of EngineConfig and KVCacheConfig
     adapters: dict[str, str] = field(default_factory=dict)  # LoRA adapters: folders by name
@@ -53,6 +62,14 @@ class ServerSettings:
     replicas: int = 1
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
+    root_path: str = ""  # prefix of all paths, as clients of a proxy see them
+    allowed_origins: tuple[str, ...] = ()  # of pages of other sites (CORS)
+    tls: TlsFiles | None = None
+    access_log: str = ""  # a file, or - for standard output
+    otlp_endpoint: str = ""
+    allow_lora_updates: bool = False
+    lora_roots: tuple[str, ...] = ()  # folders that adapters may be loaded from
+    enable_sleep_mode: bool = False
 
 
 def _option(default: Any, description: str, **metadata: Any) -> Any:
@@ -72,6 +89,23 @@ class ServeConfig:
     api_key_file: str | None = _option(
         None, "API keys, one per line; then every route requires one.", metavar="FILE", panel="Network"
     )
+    root_path: str = _option("", "Prefix of all paths behind a proxy, such as /llm.", metavar="PATH", panel="Network")
+    allowed_origins: tuple[str, ...] = _option(
+        (), "Origin of pages that may call the server (CORS); may be repeated.", metavar="ORIGIN", panel="Network"
+    )
+    ssl_certfile: str | None = _option(None, "TLS certificate and its chain.", metavar="FILE", panel="Network")
+    ssl_keyfile: str | None = _option(None, "Private key of the certificate.", metavar="FILE", panel="Network")
+    ssl_keyfile_password_file: str | None = _option(
+        None, "Holds the password of the private key.", metavar="FILE", panel="Network"
+    )
+    access_log: str = _option(
+        "", "Log every request as a line of JSON, without its text; -: standard output.", metavar="FILE",
+        panel="Network",
+    )  # fmt: skip
+    otlp_endpoint: str = _option(
+        "", "Send OpenTelemetry spans there, such as http://127.0.0.1:4318 (the extra otel).", metavar="URL",
+        panel="Network",
+    )  # fmt: skip
     served_model_name: str = _option("", "Model name in the API; by default the last part of MODEL.", panel="Network")
     device: str = _option("auto", "Where to run: auto (a GPU if there is one), cpu or cuda.", panel="Engine")
     max_model_len: int | None = _option(
@@ -144,6 +178,20 @@ class ServeConfig:
     reasoning_parser: str = _option(
         AUTO, f"How the model writes its reasoning: {', '.join((AUTO, NONE, *REASONING_PARSERS))}.",
         metavar="NAME", panel="Engine")  # fmt: skip
+    allow_lora_updates: bool = _option(
+        False, "Let clients load and unload LoRA adapters: /v1/load_lora_adapter.", panel="Engine"
+    )
+    lora_root: tuple[str, ...] = _option(
+        (), "Folder below which such adapters are; may be repeated.", metavar="FOLDER", panel="Engine"
+    )
+    max_loras: int | None = _option(
+        None, "Room for LoRA adapters; by default for --lora-modules, and 8 with --allow-lora-updates.", minimum=1,
+        panel="Engine",
+    )  # fmt: skip
+    max_lora_rank: int | None = _option(None, "Largest rank of LoRA adapters.", minimum=1, panel="Engine")
+    enable_sleep_mode: bool = _option(
+        False, "Let clients free the engine's memory: /sleep, /wake_up, /is_sleeping.", panel="Engine"
+    )
     tensor_parallel_size: int = _option(
         1, "Devices that the model is sharded over.", minimum=1, maximum=64, panel="Engine"
     )
@@ -165,8 +213,10 @@ class ServeConfig:
 
     def resolve(self, model: str) -> ServerSettings:
         """Refuse what cannot work, before the model is loaded; return the settings of its server."""
-        keys = read_keys(Path(self.api_key_file)) if self.api_key_file is not None else frozenset()
+        keys = read_keys(Path(self.api_key_file)) if self.api_key_file is not None else {}
         check_binding(self.host, keys)
+        self._check_network()
+        self._check_updates()
         self._check_kv_cache()
         check_parser_names(self.tool_call_parser, self.reasoning_parser)
         values = dataclasses.asdict(self)
@@ -175,7 +225,39 @@ class ServeConfig:
         return ServerSettings(
             model, self.served_model_name, self.host, self.port, keys, device, self._engine_fields(),
             _adapter_folders(self.lora_modules), limits, self.replicas, self.tool_call_parser, self.reasoning_parser,
+            self.root_path, self.allowed_origins, self._tls(), self.access_log, self.otlp_endpoint,
+            self.allow_lora_updates, self.lora_root, self.enable_sleep_mode,
         )  # fmt: skip
+
+    def _max_loras(self) -> int | None:
+        return max(8, len(self.lora_modules)) if self.allow_lora_updates and self.max_loras is None else self.max_loras
+
+    def _check_updates(self) -> None:
+        if self.allow_lora_updates and not self.lora_root:
+            raise ConfigError("--allow-lora-updates requires --lora-root, the folder that adapters are loaded from.")
+        for folder in self.lora_root:
+            if not Path(folder).is_dir():
+                raise ConfigError(f"--lora-root {folder} is not a folder.")
+        if (self.allow_lora_updates or self.enable_sleep_mode) and (self.replicas > 1 or self.ray_address):
+            raise ConfigError("--allow-lora-updates and --enable-sleep-mode work with a single engine, not replicas.")
+
+    def _check_network(self) -> None:
+        if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)*", self.root_path):
+            raise ConfigError(f"--root-path {self.root_path!r} must begin with / and not end with it, such as /llm.")
+        for origin in self.allowed_origins:
+            if not re.fullmatch(r"https?://[a-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9a-f:]+\](:[0-9]{1,5})?", origin):
+                raise ConfigError(f"--allowed-origins {origin!r} is not an origin such as https://app.example.org.")
+        if self.otlp_endpoint and not re.fullmatch(r"https?://\S+", self.otlp_endpoint):
+            raise ConfigError(f"--otlp-endpoint {self.otlp_endpoint!r} is not a URL such as http://127.0.0.1:4318.")
+        if self.access_log:
+            check_access_log(self.access_log)
+
+    def _tls(self) -> TlsFiles | None:
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("--ssl-certfile and --ssl-keyfile are given together or not at all.")
+        if self.ssl_certfile is None or self.ssl_keyfile is None:
+            return None
+        return TlsFiles(self.ssl_certfile, self.ssl_keyfile, self.ssl_keyfile_password_file)
 
     def _engine_fields(self) -> dict[str, Any]:
         return {
@@ -184,6 +266,8 @@ class ServeConfig:
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "target_step_seconds": self.target_step_seconds,
             "tensor_parallel_size": self.tensor_parallel_size,
+            "max_loras": self._max_loras(),
+            "max_lora_rank": self.max_lora_rank,
             "kv_cache_bytes": None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30),
             "kv_cache_dtype": self.kv_cache_dtype,
             "lm_head_dtype": self.lm_head_dtype,

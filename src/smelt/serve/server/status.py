@@ -47,8 +47,12 @@ async def model(name: str, request: Request) -> dict[str, Any]:
 
 
 @router.get("/health")
+@router.get("/ping")
 async def health(request: Request) -> Response:
+    """Report whether requests can be served; without a key, where there are keys, only that."""
     reason = request.app.state.service.unhealthy_reason
+    if reason and not request.state.authorized:
+        return JSONResponse({"status": "unhealthy"}, 503)
     if reason:
         return ApiError(503, reason, code="unhealthy").response
     return JSONResponse({"status": "ok"})

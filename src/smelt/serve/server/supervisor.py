@@ -26,15 +26,29 @@ class EngineSupervisor:
         self.engine: EngineReady | None = None
         self.metrics: ServerMetrics | None = None
         self.given_up = asyncio.Event()
+        self.asleep = False  # there is no process, and none is to be started
         self._restarts: deque[float] = deque()
 
     async def start(self) -> None:
         await self.client.start()
         self.engine = self.client.engine
 
+    async def sleep(self) -> None:
+        """End the process and with it free all its memory, until `wake_up`."""
+        self.asleep = True
+        await self.client.stop()
+
+    async def wake_up(self) -> None:
+        """Start the process again, which reads the weights anew."""
+        if self.asleep:
+            await self.client.start()
+            self.asleep = False
+
     @property
     def unhealthy_reason(self) -> str:
         """Why nothing can be generated now; empty if healthy."""
+        if self.asleep:
+            return "the engine sleeps; POST /wake_up starts it."
         if not self.client.alive:
             return "the engine's process is not running."
         return self.client.hang_reason(self.limits.step_timeout, self.limits.heartbeat_timeout)
@@ -59,6 +73,9 @@ class EngineSupervisor:
                 continue
             if self.metrics is not None:
                 self.metrics.reset_engine_state()
+            if self.asleep:
+                await asyncio.sleep(CHECK_SECONDS)
+                continue
             await self._restart()
 
     async def _restart(self) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import subprocess
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from queue import SimpleQueue
@@ -17,11 +18,14 @@ from typing import Any
 
 from smelt.errors import RequestError, SmeltError
 from smelt.progress import show_cursor
+from smelt.serve.engine.request import ANYONE, Tenant
 from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.worker.messages import (
     AbortSample,
+    AdapterChanged,
     EngineReady,
     Heartbeat,
+    LoadAdapter,
     NotALanguageModel,
     Pipe,
     PromptTokenLogprobs,
@@ -31,6 +35,7 @@ from smelt.serve.worker.messages import (
     StartFailed,
     StepOutput,
     SubmitRequest,
+    UnloadAdapter,
     WorkerMessage,
     pipe_pair,
 )
@@ -147,6 +152,7 @@ class EngineClient:
         self._pipe: Pipe | None = None
         self._outgoing: SimpleQueue[WorkerMessage | None] = SimpleQueue()
         self._streams: dict[str, tuple[TokenStream, int]] = {}  # by request id: the stream, and its first answer there
+        self._adapter_changes: deque[asyncio.Future[None]] = deque()  # in the order in which they were sent
         self._num_requests = 0
         self._last_step = 0.0
         self._last_message = 0.0
@@ -199,7 +205,7 @@ class EngineClient:
 
     def stream(
         self, prompts: Sequence[list[int]], sampling: SamplingParams, *, priority: int = 0, salt: bytes = b"",
-        adapter: str | None = None,
+        adapter: str | None = None, tenant: Tenant = ANYONE,
     ) -> TokenStream:  # fmt: skip
         """Submit prompts and stream their answers."""
         if not self.alive:
@@ -211,8 +217,25 @@ class EngineClient:
         stream = TokenStream(self, request_ids, sampling.n)
         for index, (request_id, prompt) in enumerate(zip(request_ids, prompts, strict=True)):
             self._streams[request_id] = (stream, index * sampling.n)
-            self._send(SubmitRequest(request_id, prompt, asdict(sampling), priority, salt.hex(), adapter))
+            self._send(SubmitRequest(request_id, prompt, asdict(sampling), priority, salt.hex(), adapter, *tenant))
         return stream
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Load a LoRA adapter; a process that is started later has it too."""
+        await self._change_adapter(LoadAdapter(name, folder))
+        self.options["adapters"] = {**self.options.get("adapters", {}), name: folder}
+
+    async def unload_adapter(self, name: str) -> None:
+        """Remove a LoRA adapter; raise SmeltError if requests are using it."""
+        await self._change_adapter(UnloadAdapter(name))
+        self.options["adapters"] = {key: folder for key, folder in self.options["adapters"].items() if key != name}
+
+    async def _change_adapter(self, message: LoadAdapter | UnloadAdapter) -> None:
+        if not self.alive:
+            raise WorkerDiedError("the engine is not running.")
+        self._adapter_changes.append(asyncio.get_running_loop().create_future())
+        self._send(message)
+        await self._adapter_changes[-1]
 
     def abort(self, request_id: str, sample: int) -> None:
         if self.alive:
@@ -283,6 +306,8 @@ class EngineClient:
             self.engine = message
             self._update_state(message.state)
             self._finish_start(None)
+        elif isinstance(message, AdapterChanged):
+            _finish(self._adapter_changes.popleft(), SmeltError(message.error) if message.error else None)
         elif isinstance(message, RequestAccepted):
             if message.request_id in self._streams:
                 self._streams[message.request_id][0].accept()
@@ -312,15 +337,22 @@ class EngineClient:
         self._finish_start(SmeltError("the engine's process ended while it was starting."))
         self.fail(WorkerDiedError("the engine's process ended; the request is lost, send it again."))
         self._streams.clear()
+        while self._adapter_changes:
+            _finish(self._adapter_changes.popleft(), WorkerDiedError("the engine's process ended; try again."))
         self.lost.set()
 
     def _finish_start(self, error: Exception | None) -> None:
-        if self._ready is None or self._ready.done():
-            return
-        if error is None:
-            self._ready.set_result(None)
-        else:
-            self._ready.set_exception(error)
+        if self._ready is not None:
+            _finish(self._ready, error)
+
+
+def _finish(future: asyncio.Future[None], error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
 
 
 def token_event(answer: int, fields: Sequence[Any]) -> TokenEvent:

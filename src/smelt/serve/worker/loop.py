@@ -21,8 +21,10 @@ from smelt.logs import show_logs
 from smelt.serve.priorities import yield_to_others
 from smelt.serve.worker.messages import (
     AbortSample,
+    AdapterChanged,
     EngineReady,
     Heartbeat,
+    LoadAdapter,
     NotALanguageModel,
     Pipe,
     RequestAccepted,
@@ -32,6 +34,7 @@ from smelt.serve.worker.messages import (
     StartFailed,
     StepOutput,
     SubmitRequest,
+    UnloadAdapter,
     WorkerMessage,
 )
 
@@ -137,6 +140,19 @@ class EngineWorker:
                 self.engine.abort(request)
                 self._remove(request)
             self.pipe.send(StepOutput(self.engine.state()))
+        elif isinstance(message, LoadAdapter | UnloadAdapter):
+            self._change_adapter(message)
+
+    def _change_adapter(self, message: LoadAdapter | UnloadAdapter) -> None:
+        try:
+            if isinstance(message, LoadAdapter):
+                self.engine.load_adapter(message.name, message.folder)
+            else:
+                self.engine.unload_adapter(message.name)
+        except SmeltError as error:
+            self.pipe.send(AdapterChanged(str(error)))
+        else:
+            self.pipe.send(AdapterChanged())
 
     def _is_answer(self, event: Event) -> bool:
         return event.request in self._ids and not event.request.error
@@ -177,6 +193,7 @@ class EngineWorker:
                 self._compiling.remove((message, compilation))
 
     def _submit(self, message: SubmitRequest) -> None:
+        from smelt.serve.engine.request import Tenant
         from smelt.serve.engine.sampling_params import SamplingParams
 
         sampling = SamplingParams.from_json(message.sampling)
@@ -188,6 +205,7 @@ class EngineWorker:
                 priority=message.priority,
                 salt=bytes.fromhex(message.salt),
                 adapter=message.adapter,
+                tenant=Tenant(message.tenant, message.weight),
             )
         except SmeltError as error:
             self.pipe.send(RequestRejected(message.request_id, str(error)))

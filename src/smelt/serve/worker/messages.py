@@ -31,12 +31,34 @@ class SubmitRequest:
     priority: int = 0
     salt: str = ""  # hexadecimal
     adapter: str | None = None
+    tenant: str = ""  # whom fair queueing counts it for
+    weight: int = 1
 
 
 @dataclass(frozen=True)
 class AbortSample:
     request_id: str
     sample: int
+
+
+@dataclass(frozen=True)
+class LoadAdapter:
+    """Load a LoRA adapter while the engine runs; answered by `AdapterChanged`, as is the next."""
+
+    name: str
+    folder: str
+
+
+@dataclass(frozen=True)
+class UnloadAdapter:
+    name: str
+
+
+@dataclass(frozen=True)
+class AdapterChanged:
+    """An adapter was loaded or unloaded, in the order of the messages that asked for it."""
+
+    error: str = ""  # not empty: it was not
 
 
 @dataclass(frozen=True)
@@ -121,6 +143,9 @@ WorkerMessage = (
     StartEngine
     | SubmitRequest
     | AbortSample
+    | LoadAdapter
+    | UnloadAdapter
+    | AdapterChanged
     | EngineReady
     | NotALanguageModel
     | StartFailed
@@ -132,7 +157,7 @@ WorkerMessage = (
 _CLASSES: dict[str, Any] = {
     message.__name__: message
     for message in (
-        *(StartEngine, SubmitRequest, AbortSample),
+        *(StartEngine, SubmitRequest, AbortSample, LoadAdapter, UnloadAdapter, AdapterChanged),
         *(EngineReady, NotALanguageModel, StartFailed, RequestAccepted, RequestRejected, StepOutput, Heartbeat),
     )
 }
