@@ -145,6 +145,32 @@ def test_responses_complete_and_streamed(folder: Path) -> None:
     assert events[-1]["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
+def test_ollama_complete_and_streamed(folder: Path) -> None:
+    function = {"name": "get_weather", "parameters": SCHEMA}
+    body = {**ASKED, "tools": [{"type": "function", "function": function}]}
+
+    async def use(client: httpx.AsyncClient) -> list[httpx.Response]:
+        stream = await client.post("/api/chat", json=body)
+        complete = await client.post("/api/chat", json={**body, "stream": False})
+        generated = await client.post("/api/generate", json={"model": NAME, "prompt": "hi", "stream": False})
+        return [stream, complete, generated, await client.post("/api/generate", json={"model": NAME})]
+
+    answers = [ANSWER, ANSWER, ("<think>Hm.</think>Loo", "length")]
+    stream, complete, generated, loaded = with_service(folder, answers, use)
+    assert stream.headers["content-type"] == "application/x-ndjson"
+    *lines, last = [json.loads(line) for line in stream.text.splitlines()]
+    calls = [{"function": {"name": "get_weather", "arguments": {"unit": "C"}}}]
+    assert "".join(line["message"]["content"] for line in lines) == "Look:"
+    assert "".join(line["message"].get("thinking", "") for line in lines) == "Hm."
+    assert [line["message"]["tool_calls"] for line in lines if "tool_calls" in line["message"]] == [calls]
+    assert not any(line["done"] for line in lines) and last["done"] and last["done_reason"] == "stop"
+    assert last["eval_count"] == len(ANSWER) and last["prompt_eval_count"] > 0
+    message = complete.json()["message"]
+    assert message == {"role": "assistant", "content": "Look:", "thinking": "Hm.", "tool_calls": calls}
+    assert (generated.json()["response"], generated.json()["thinking"]) == ("Loo", "Hm.")
+    assert generated.json()["done_reason"] == "length" and loaded.json()["done_reason"] == "load"
+
+
 def test_conversations_are_translated(folder: Path) -> None:
     """The prompt is that of the same conversation in chat completions."""
     function = {"name": "get_weather", "description": "Return the weather.", "parameters": SCHEMA}
@@ -159,10 +185,15 @@ def test_conversations_are_translated(folder: Path) -> None:
         counts.append((await client.post("/v1/messages/count_tokens", json=body)).json()["input_tokens"])
         items = {"input": ITEMS, "instructions": "be brief", "tools": [{"type": "function", **function}]}
         counts.append((await client.post("/v1/responses", json=items)).json()["usage"]["input_tokens"])
+        function_call = {"function": {"name": "get_weather", "arguments": {"unit": "C"}}}
+        assistant = {"role": "assistant", "content": "Look:", "thinking": "Hm.", "tool_calls": [function_call]}
+        plain = [*CHAT[:2], assistant, {"role": "tool", "content": "20", "tool_name": "get_weather"}, CHAT[4]]
+        ollama = {"model": NAME, "messages": plain, "tools": chat["tools"], "stream": False}
+        counts.append((await client.post("/api/chat", json=ollama)).json()["prompt_eval_count"])
         return counts
 
-    messages, responses, counted, used = with_service(folder, ["x"], use)
-    assert counted == messages and used == responses and messages == responses + 2
+    messages, responses, counted, used, evaluated = with_service(folder, ["x", "x"], use)
+    assert counted == messages and evaluated == used == responses and messages == responses + 2
 
 
 BAD_MESSAGES: dict[str, dict[str, Any]] = {
@@ -211,6 +242,23 @@ def test_bad_messages(server: Server, name: str) -> None:
 def test_bad_responses(server: Server, name: str) -> None:
     response = server.post("/v1/responses", {"input": "hi", "max_output_tokens": 4, **BAD_RESPONSES[name]})
     assert response.status_code == 400 and response.json()["error"]["message"], response.text
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"messages": [{"role": "user", "content": "x", "images": ["aa"]}]},
+        {"options": {"mirostat": 2}},
+        {"model": None},
+        {"options": {"temperature": "warm"}},
+        {"format": "xml"},
+        {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
+    ],
+    ids=str,
+)
+def test_bad_requests_of_ollama(server: Server, wrong: dict[str, Any]) -> None:
+    response = server.post("/api/chat", {"model": NAME, "messages": [{"role": "user", "content": "x"}], **wrong})
+    assert response.status_code == 400 and isinstance(response.json()["error"], str), response.text
 
 
 def test_errors_in_the_format_of_anthropic(server: Server, keyed: Server) -> None:
