@@ -1,4 +1,4 @@
-"""Clients of other projects, unmodified, with calls of a real server; each runs if it is installed (group `clients`)."""
+"""Clients of other projects, unmodified, at a real server; each runs if it is installed (the group `clients`)."""
 
 from __future__ import annotations
 

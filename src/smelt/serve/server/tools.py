@@ -198,10 +198,16 @@ def _plain_message(message: dict[str, Any], calls: type[ToolCallParser]) -> dict
 
 def template_variables(body: ChatRequest) -> dict[str, Any]:
     """Return the variables by which templates control the reasoning."""
-    if body.reasoning_effort is None:
-        return {}
-    thinks = body.reasoning_effort not in ("none", "minimal")
-    return {"reasoning_effort": body.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+    variables: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        thinks = body.reasoning_effort not in ("none", "minimal")
+        variables = {"reasoning_effort": body.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+    for name, value in (body.chat_template_kwargs or {}).items():
+        if name not in ("enable_thinking", "thinking") or not isinstance(value, bool):
+            message = "chat_template_kwargs: only enable_thinking and thinking, true or false, can be set."
+            raise ApiError(400, message, param="chat_template_kwargs", code="unsupported")
+        variables[name] = value
+    return variables
 
 
 def constrain(sampling: SamplingParams, tools: ChatTools, output: OutputFormat, prompt: str) -> SamplingParams:
