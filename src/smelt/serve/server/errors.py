@@ -18,6 +18,7 @@ _ANTHROPIC_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
+_OLLAMA_PATHS = frozenset(f"/api/{name}" for name in ("chat", "generate", "show", "tags", "ps", "version"))
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -43,7 +44,7 @@ class ApiError(Exception):
             default = "api_error" if self.status >= 500 else "invalid_request_error"
             error_type = _ANTHROPIC_TYPES.get(self.status, default)
             return {"type": "error", "error": {"type": error_type, "message": self.message}}
-        if path.startswith("/api/"):
+        if path in _OLLAMA_PATHS:
             return {"error": self.message}
         return self.body
 

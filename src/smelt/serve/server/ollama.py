@@ -30,7 +30,7 @@ def _line(content: dict[str, Any]) -> bytes:
 
 _STREAM = StreamFormat(
     encode=_line,
-    encode_error=lambda error: _line(error.body_for("/api/")),
+    encode_error=lambda error: _line(error.body_for("/api/chat")),
     ping=b"",  # clients read every line as JSON
     done=b"",
     media_type="application/x-ndjson",
