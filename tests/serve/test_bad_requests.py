@@ -244,10 +244,6 @@ def test_unknown_routes(server: Server) -> None:
     assert server.http.options(server.url + "/v1/completions").status_code == 405
 
 
-def test_an_unknown_field_is_ignored(server: Server) -> None:
-    assert server.complete("hello", some_new_field={"x": [1]})["choices"] == server.complete("hello")["choices"]
-
-
 def test_afterwards_nothing_leaked_and_nothing_was_logged(server: Server) -> None:
     server.wait_until_idle()
     assert server.state()["restarts"] == 0 and server.complete("hello")["choices"][0]["text"]

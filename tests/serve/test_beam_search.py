@@ -87,6 +87,14 @@ def test_a_search_of_two_steps_by_hand() -> None:
     assert search.finished == [Beam((8, 1), -2.0, "length"), Beam((7, 1), -4.0, "length")]
 
 
+@pytest.mark.parametrize(("early_stopping", "done"), [(True, True), (False, True), ("never", False)])
+def test_a_search_ends_when_no_beam_can_improve(early_stopping: Any, done: bool) -> None:
+    """The running beam is worse now, and would be better if its four further tokens were certain."""
+    search = BeamSearch(BeamSearchParams(1, 5, early_stopping=early_stopping), [0])
+    search.advance([[(0, -0.1), (7, -0.3)]])
+    assert search.finished == [Beam((0,), -0.1, "stop")] and search.done == done
+
+
 def test_a_width_out_of_range_is_refused() -> None:
     for width in (0, 17):
         with pytest.raises(RequestError, match="between 1 and 16"):

@@ -164,7 +164,10 @@ def test_one_key_cannot_fill_the_queue() -> None:
 def test_options_of_keys(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("plain-long-key\nanother-long-key name=team priority=allow rpm=60 tpm=10000 weight=3\n")
-    assert list(read_keys(path).values()) == [ApiKey("key-1"), ApiKey("team", allow_priority=True, rpm=60, tpm=10000, weight=3)]
+    assert list(read_keys(path).values()) == [
+        ApiKey("key-1"),
+        ApiKey("team", allow_priority=True, rpm=60, tpm=10000, weight=3),
+    ]
     for option in ("rpm=0", "rpm=x", "priority=yes", "name=", "name=a/b", "color=red", "word"):
         path.write_text(f"a-very-secret-key {option}\n")
         with pytest.raises(SmeltError, match=r"line 1 of .* has an invalid option") as refused:

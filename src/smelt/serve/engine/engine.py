@@ -23,7 +23,7 @@ from smelt.serve.engine.detokenizer import Detokenizer
 from smelt.serve.engine.factory import build
 from smelt.serve.engine.prefill_pace import PrefillPace
 from smelt.serve.engine.prompt_logprobs import PromptLogprob
-from smelt.serve.engine.request import ANYONE, Request, RequestId, RequestStatus, Tenant, check_prompt
+from smelt.serve.engine.request import ANYONE, Request, RequestId, RequestStatus, Tenant, check_prompt, check_tokens
 from smelt.serve.engine.runner import InflightBatch
 from smelt.serve.engine.sampler import Logprobs
 from smelt.serve.engine.sampling_params import SamplingParams
@@ -157,6 +157,7 @@ class Engine:
         salt = self.adapters.cache_salt(adapter, salt)
         check_prompt(prompt, self.max_model_len, self.vocab_size)
         self.config.kv_cache.check_sampling(sampling)
+        self._check_allowed_tokens(sampling)
         constraint = sampling.structured_output
         matcher = None if constraint is None else self.grammar_compiler.matcher(constraint)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
@@ -179,6 +180,13 @@ class Engine:
                 raise
             requests.append(request)
         return requests
+
+    def _check_allowed_tokens(self, sampling: SamplingParams) -> None:
+        """Refuse allowed tokens that do not exist, or of which `min_tokens` leaves none."""
+        check_tokens(sampling.allowed_token_ids, self.vocab_size)
+        ends = {*self.runner.eos_token_ids, *sampling.stop_token_ids} if sampling.min_tokens else set()
+        if sampling.allowed_token_ids and ends.issuperset(sampling.allowed_token_ids):
+            raise RequestError("all of allowed_token_ids end the answer, so min_tokens leaves none to sample.")
 
     def _token_limit(self, prompt_tokens: int, max_tokens: int | None) -> int:
         """Return the limit of prompt and output tokens. Without `max_tokens` it is what the context fits; under a token

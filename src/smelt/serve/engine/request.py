@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from smelt.errors import RequestError
 from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.engine.structured_output import GrammarMatcher
+
+if TYPE_CHECKING:
+    from torch import Tensor  # the server imports this file, and does without torch
 
 
 class RequestStatus(Enum):
@@ -73,6 +76,7 @@ class Request:
     admitted_at: int = 0  # the step that first computed some of it, counted from 1
     started: float = 0.0  # when that was, by time.monotonic()
     matcher: GrammarMatcher | None = None  # for structured output
+    allowed_tokens: Tensor | None = None  # of its sampling parameters, on the device since the first step
     parent: Request | None = None  # the sibling whose prompt it shares, until that one is computed
     reason: str = ""  # why it finished: stop, length, abort, error
     error: str = ""  # why its answer could not be completed

@@ -63,12 +63,13 @@ def sample(logits: Tensor, requests: list[Request], eos_token_ids: tuple[int, ..
 
 def _needs_processing(request: Request) -> bool:
     sampling = request.sampling
-    structured = request.matcher is not None
-    return structured or sampling.penalized or bool(sampling.logit_bias) or len(request.output) < sampling.min_tokens
+    changed = sampling.logit_bias or sampling.allowed_token_ids or sampling.bad_words or request.matcher is not None
+    return bool(changed) or sampling.penalized or len(request.output) < sampling.min_tokens
 
 
 def _process_logits(logits: Tensor, request: Request, eos_token_ids: tuple[int, ...]) -> None:
-    """Apply biases, penalties, min_tokens and the grammar mask to logits [vocabulary] in place."""
+    """Apply biases, penalties, min_tokens, allowed tokens, bad words and the grammar mask to logits [vocabulary] in
+    place."""
     sampling, device = request.sampling, logits.device
     bias = {token: value for token, value in sampling.logit_bias.items() if token < len(logits)}
     if bias:
@@ -83,10 +84,26 @@ def _process_logits(logits: Tensor, request: Request, eos_token_ids: tuple[int, 
         output_ids, counts = torch.tensor(request.output, device=device).unique(return_counts=True)
         logits[output_ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts
     if len(request.output) < sampling.min_tokens:
-        banned = [token for token in (*eos_token_ids, *sampling.stop_token_ids) if token < len(logits)]
-        logits[torch.tensor(banned, device=device, dtype=torch.int64)] = -torch.inf
+        _ban(logits, [*eos_token_ids, *sampling.stop_token_ids])
+    if sampling.bad_words:
+        _ban(logits, [word[-1] for word in sampling.bad_words if _ends_with(request.output, word[:-1])])
+    if sampling.allowed_token_ids:
+        if request.allowed_tokens is None:
+            request.allowed_tokens = torch.tensor(sampling.allowed_token_ids, device=device)
+        values = logits[request.allowed_tokens]
+        logits.fill_(-torch.inf)
+        logits[request.allowed_tokens] = values
     if request.matcher is not None:
         logits[~request.matcher.token_mask().to(device)] = -torch.inf
+
+
+def _ban(logits: Tensor, tokens: list[int]) -> None:
+    known = [token for token in tokens if token < len(logits)]
+    logits[torch.tensor(known, device=logits.device, dtype=torch.int64)] = -torch.inf
+
+
+def _ends_with(output: list[int], tokens: tuple[int, ...]) -> bool:
+    return not tokens or tuple(output[-len(tokens) :]) == tokens
 
 
 def _sample_rows(logits: Tensor, requests: list[Request]) -> Tensor:

@@ -15,6 +15,8 @@ MAX_CANDIDATES = 1024  # log-probabilities that the engine returns, for beam sea
 MAX_STOPS = 16
 MAX_SAMPLES = 128
 MAX_LOGIT_BIASES = 1024
+MAX_ALLOWED_TOKENS = 65_536
+MAX_BAD_WORDS = 64
 STRUCTURED_OUTPUT_TYPES = ("json", "schema", "regex", "grammar")
 MAX_CONSTRAINT_CHARS = 65_536
 
@@ -56,6 +58,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # of each prompt token, and of this many most likely ones
     n: int = 1  # samples per prompt
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
+    allowed_token_ids: tuple[int, ...] = ()  # sample only these; empty: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that are not completed
     structured_output: StructuredOutputParams | None = None  # constraint on the answer
 
     def __post_init__(self) -> None:
@@ -73,6 +77,12 @@ class SamplingParams:
         _check_range("the number of stop strings", len(self.stop), 0, MAX_STOPS)
         _check_range("the number of stop tokens", len(self.stop_token_ids), 0, MAX_STOPS)
         _check_range("the number of biases", len(self.logit_bias), 0, MAX_LOGIT_BIASES)
+        _check_range("the number of allowed tokens", len(self.allowed_token_ids), 0, MAX_ALLOWED_TOKENS)
+        _check_range("the number of bad words", len(self.bad_words), 0, 2 * MAX_BAD_WORDS)
+        if self.allowed_token_ids and (self.bad_words or self.structured_output is not None):
+            raise RequestError(
+                "allowed_token_ids cannot be combined with bad_words or a structured output: no token may remain."
+            )
         if self.seed is not None:
             _check_range("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
@@ -85,6 +95,10 @@ class SamplingParams:
             raise RequestError("an empty stop string would end every request at once; leave it out.")
         for token in self.stop_token_ids:
             _check_range("a stop token", token, 0, 2**31)
+        for token in self.allowed_token_ids:
+            _check_range("an allowed token", token, 0, 2**31)
+        if any(not word for word in self.bad_words):
+            raise RequestError("an empty bad word would forbid every token; leave it out.")
         for token, value in self.logit_bias.items():
             _check_range("a token of the bias", token, 0, 2**31)
             _check_range("a bias", value, -100, 100)
@@ -96,6 +110,8 @@ class SamplingParams:
         converted = {
             "stop": tuple(plain.get("stop", ())),
             "stop_token_ids": tuple(plain.get("stop_token_ids", ())),
+            "allowed_token_ids": tuple(plain.get("allowed_token_ids", ())),
+            "bad_words": tuple(map(tuple, plain.get("bad_words", ()))),
             "logit_bias": {int(token): value for token, value in plain.get("logit_bias", {}).items()},
             "structured_output": None if constraint is None else StructuredOutputParams(**constraint),
         }
@@ -113,12 +129,13 @@ class SamplingParams:
     @cached_property
     def needs_history(self) -> bool:
         """Return whether the host must know all earlier tokens before the next one is sampled."""
-        return self.penalized or self.min_tokens > 0 or self.structured_output is not None
+        return self.penalized or self.min_tokens > 0 or self.structured_output is not None or bool(self.bad_words)
 
     @cached_property
     def plain(self) -> bool:
         """Return whether plain argmax suffices."""
-        return self.greedy and not self.needs_history and not self.logit_bias and self.logprobs is None
+        biased = bool(self.logit_bias or self.allowed_token_ids)
+        return self.greedy and not self.needs_history and not biased and self.logprobs is None
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:

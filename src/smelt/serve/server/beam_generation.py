@@ -20,6 +20,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,), "logprobs": (False,), "echo": (False,), "prompt_logprobs": (), "stop": ("", []),
     "temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "presence_penalty": (0,),
     "frequency_penalty": (0,), "repetition_penalty": (1,), "min_tokens": (0,), "logit_bias": ({},),
+    "allowed_token_ids": (), "bad_words": ([],),
     "response_format": ({"type": "text"},), "structured_outputs": ({},),
 }  # fmt: skip
 

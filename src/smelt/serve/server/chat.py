@@ -36,6 +36,7 @@ class _Writer:
         self.head = {
             "id": f"chatcmpl-{body.request_id or uuid.uuid4().hex}", "object": "chat.completion",
             "created": int(time.time()), "model": body.model or service.name,
+            "system_fingerprint": service.system_fingerprint,
         }  # fmt: skip
 
     def response(self, answers: list[Delta]) -> dict[str, Any]:

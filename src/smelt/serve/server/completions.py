@@ -79,6 +79,7 @@ class _Writer:
         self.head = {
             "id": f"cmpl-{body.request_id or uuid.uuid4().hex}", "object": "text_completion",
             "created": int(time.time()), "model": body.model or service.name,
+            "system_fingerprint": service.system_fingerprint,
         }  # fmt: skip
         self.echoes_logprobs = bool(body.echo) and body.logprobs is not None
         self.lengths = [0 if self.echoes_logprobs else len(self._echo(answer.index)) for answer in generation.answers]

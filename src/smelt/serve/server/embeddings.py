@@ -14,10 +14,11 @@ from smelt.serve.server.errors import ApiError, ClientGoneError
 from smelt.serve.server.request_record import current_record
 from smelt.serve.server.schemas import EmbeddingRequest
 from smelt.serve.server.service import Service
+from smelt.serve.server.tokenization import INLINE_CHARACTERS
+from smelt.serve.server.unsupported import check_fields
 
 if TYPE_CHECKING:
     from smelt.serve.encoder import Encoder
-from smelt.serve.server.tokenization import INLINE_CHARACTERS
 
 router = APIRouter()
 
@@ -25,6 +26,7 @@ router = APIRouter()
 @router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     service: Service = request.app.state.service
+    check_fields(body)
     encoder = require_encoder(service, body.model)
     if encoder.labels:
         message = f"{service.name} is a classifier and has no embeddings; use /classify."

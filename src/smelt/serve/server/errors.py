@@ -87,7 +87,7 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
 async def on_validation_error(request: Request, error: Exception) -> JSONResponse:
     """Report the first invalid field without its value, which may be a prompt."""
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
+    first = _clearest(error.errors())
     param, path = _field_path(first["loc"]), request.url.path
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON.").response_for(path)
@@ -95,6 +95,12 @@ async def on_validation_error(request: Request, error: Exception) -> JSONRespons
         return ApiError(400, "the body must be a JSON object, sent as application/json.").response_for(path)
     prefix = f"{param}: " if param else ""
     return ApiError(400, f"{prefix}{first['msg'][:200]}.", param=param).response_for(path)
+
+
+def _clearest(errors: Sequence[Any]) -> Any:
+    """Return the first error; where a field has several types, that of the type that was meant: not one of types."""
+    same_field = [error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
+    return next((error for error in same_field if not error["type"].endswith("_type")), errors[0])
 
 
 def _field_path(parts: Sequence[Any]) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import AsyncGenerator, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from smelt.errors import RequestError
@@ -154,9 +154,13 @@ class Generation:
             for index, prompt in enumerate(prompts)
             for sample in range(n)
         ]
+        self._bad_words = request.bad_words or []
         self._stream: TokenStream | None = None
 
     async def start(self) -> None:
+        if self._bad_words:
+            words = await self.service.tokenizer.bad_words(self._bad_words)
+            self.sampling = replace(self.sampling, bad_words=words)
         for prompt in self.prompts:
             self.service.check_prompt(prompt, self.sampling)
         if self.sampling.prompt_logprobs is not None and any(map(self.service.settings.engine.get, EVICTING_OPTIONS)):
@@ -314,11 +318,17 @@ def build_sampling_params(
     """Convert a request to sampling parameters; fields left out have OpenAI's defaults."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
-    for name, tokens in (("logit_bias", list(bias)), ("stop_token_ids", body.stop_token_ids or [])):
+    for name, tokens in (
+        ("logit_bias", list(bias)),
+        ("stop_token_ids", body.stop_token_ids or []),
+        ("allowed_token_ids", body.allowed_token_ids or []),
+    ):
         invalid = next((token for token in tokens if token >= vocab_size), None)
         if invalid is not None:
             message = f"{name}: there is no token {invalid}; the vocabulary has {vocab_size:,} tokens."
             raise ApiError(400, message, param=name)
+    if body.allowed_token_ids and body.bad_words:
+        raise ApiError(400, "allowed_token_ids and bad_words: use only one of them.", param="bad_words")
     if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
         raise ApiError(400, "min_tokens is larger than max_tokens.", param="min_tokens")
     optional: dict[str, Any] = {
@@ -337,6 +347,7 @@ def build_sampling_params(
             stop=tuple(dict.fromkeys(stop)),
             stop_token_ids=tuple(body.stop_token_ids or ()),
             logit_bias=bias,
+            allowed_token_ids=tuple(body.allowed_token_ids or ()),
             structured_output=parse_structured_output(body),
             **{name: value for name, value in optional.items() if value is not None},
         )

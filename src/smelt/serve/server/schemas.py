@@ -1,4 +1,4 @@
-"""Request schemas. Unknown fields are ignored, as OpenAI does; values are not converted."""
+"""Request schemas. Values are not converted; what becomes of other fields is said in `unsupported.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from smelt.serve.engine.sampling_params import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOPS
+from smelt.serve.engine.sampling_params import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_SAMPLES,
+    MAX_STOPS,
+)
 
 MAX_PROMPTS = 256
 MAX_MESSAGES = 2048
@@ -72,6 +79,10 @@ class GenerationRequest(StrictModel):
             Field(max_length=MAX_LOGIT_BIASES),
         ]
         | None
+    ) = None
+    allowed_token_ids: Annotated[list[Token], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
+    bad_words: (
+        Annotated[list[Annotated[Text, Field(min_length=1, max_length=64)]], Field(max_length=MAX_BAD_WORDS)] | None
     ) = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     stream: bool | None = None

@@ -18,6 +18,7 @@ from smelt.serve.server.embeddings import encode_inputs, require_encoder, run_en
 from smelt.serve.server.errors import ApiError
 from smelt.serve.server.schemas import MAX_PROMPTS, StrictModel, Text, Texts, TokenLists, Tokens, register_fields
 from smelt.serve.server.service import Service
+from smelt.serve.server.unsupported import check_fields
 
 if TYPE_CHECKING:
     from smelt.serve.encoder import Encoder
@@ -55,6 +56,7 @@ register_fields(Document, RerankRequest, ScoreRequest, ClassifyRequest)
 @router.post("/v1/rerank")
 async def rerank(body: RerankRequest, request: Request) -> Response:
     service: Service = request.app.state.service
+    check_fields(body)
     documents = [document if isinstance(document, str) else document.text for document in body.documents]
     scores, tokens = await _scores(request, body.model, [(body.query, document) for document in documents])
     order = sorted(range(len(documents)), key=lambda index: -scores[index])[: body.top_n]
@@ -71,6 +73,7 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
 @router.post("/score")
 @router.post("/v1/score")
 async def score(body: ScoreRequest, request: Request) -> Response:
+    check_fields(body)
     first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
     if len(first) == 1:
@@ -86,6 +89,7 @@ async def score(body: ScoreRequest, request: Request) -> Response:
 @router.post("/classify")
 async def classify(body: ClassifyRequest, request: Request) -> Response:
     service: Service = request.app.state.service
+    check_fields(body)
     encoder = require_encoder(service, body.model)
     if not encoder.labels:
         raise ApiError(400, f"{service.name} has no classification head; use /v1/embeddings.", param="model")

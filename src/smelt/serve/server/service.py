@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from smelt.serve.server.settings import ServeConfig, ServerSettings
 from smelt.serve.server.supervisor import EngineSupervisor
 from smelt.serve.server.tokenization import AsyncTokenizer
 from smelt.serve.worker.client import EngineClient, Observer, OtherModelError
+from smelt.version import __version__
 
 if TYPE_CHECKING:
     from smelt.serve.encoder import Encoder
@@ -87,6 +89,8 @@ class Service:
         self.settings, self.limits, self._supervisor_factory = settings, settings.limits, supervisor_factory
         self.name = settings.name or Path(settings.model).name
         self.created = int(time.time())
+        identity = f"{settings.model} {self.name} {__version__}"
+        self.system_fingerprint = f"fp_{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
         self.changing = asyncio.Lock()  # held while adapters change or the engine goes to sleep
         self.adapters = dict(settings.adapters)  # LoRA adapters served now: folders by name
         self.supervisor: EngineSupervisor | None = None

@@ -79,6 +79,20 @@ class AsyncTokenizer:
         finally:
             self._waiting_chats -= 1
 
+    async def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of each word, at the beginning of a text and after a space, as vLLM does."""
+
+        def encode() -> tuple[tuple[int, ...], ...]:
+            found: list[tuple[int, ...]] = []
+            for word in words:
+                first, spaced = (tuple(self._encode(prefix + word.lstrip(), False)) for prefix in ("", " "))
+                found.append(first)
+                if spaced and spaced[0] != first[0] and len(spaced) == len(first):
+                    found.append(spaced)
+            return tuple(found)
+
+        return await self._run(2 * sum(map(len, words)), encode)
+
     async def token_texts(self, tokens: Sequence[int]) -> list[str]:
         """Return the text of each token alone."""
         return await self._run(len(tokens), lambda: [self.token(token)[0] for token in tokens])
