@@ -26,8 +26,11 @@ def changeable(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         write_adapter(folder / "adapters" / name, language_model(), seed)
     write_adapter(folder / "outside", language_model(), 9)
     (folder / "adapters" / "link").symlink_to(folder / "outside")
+    (folder / "keys").write_text(f"{ADMIN} admin=allow\n{USER}\n")
     options = ("--allow-lora-updates", "--lora-root", str(folder / "adapters"), "--enable-sleep-mode")
-    server = start(model_folder, folder, *options, "--kv-cache-gib", "0.02", "--max-loras", "2")
+    options += ("--api-key-file", str(folder / "keys"), "--kv-cache-gib", "0.02", "--max-loras", "2")
+    server = start(model_folder, folder, *options)
+    server.http.headers["x-api-key"] = ADMIN
     yield server, folder
     assert server.end() == 0, server.log.read_text()
 
@@ -125,16 +128,12 @@ def test_these_routes_are_off_by_default(server: Server) -> None:
     assert load(server, "x", "poet") == unload(server, "x") == 404
 
 
-def test_only_some_keys_may_change_the_server(model_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text(f"{ADMIN} admin=allow\n{USER}\n")
-    server = start(model_folder, tmp_path, "--enable-sleep-mode", "--api-key-file", str(tmp_path / "keys"))
-    try:
-        assert server.post("/sleep", {}, headers={"x-api-key": USER}).status_code == 403
-        assert server.post("/sleep", {}, headers={"x-api-key": ADMIN}).status_code == 200
-        assert server.end() == 0, "it can be stopped while it sleeps"
-    finally:
-        if server.process.poll() is None:
-            server.process.kill()
+def test_only_some_keys_may_change_the_server(changeable: tuple[Server, Path]) -> None:
+    server, user = changeable[0], {"x-api-key": USER}
+    assert server.post("/sleep", {}, headers=user).status_code == 403
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "x"}, headers=user).status_code == 403
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, headers=user).status_code == 200
+    assert server.get("/v1/models", headers=user).status_code == 200
 
 
 def test_invalid_options(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from smelt.serve.worker.client import EngineClient, WorkerDiedError
 from smelt.subprocesses import python_command
 from tests.serve.server_process import PATIENCE, Server, start
 from tests.serve.test_lifecycle import LONG, Reader
-from tests.serve.test_supervisor import make_supervisor, until
+from tests.serve.test_supervisor import LISTENS, make_supervisor, until
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 
@@ -146,7 +146,7 @@ def test_a_stopped_process_is_replaced_within_10_seconds_and_restarts_leave_noth
     try:
         server.complete()
         before = _resources(server)
-        for number in (signal.SIGSTOP, signal.SIGKILL, signal.SIGSTOP):
+        for number in (signal.SIGSTOP, signal.SIGKILL):
             stopped = server.state()["worker"]
             stream = Reader(server, {**LONG, "max_tokens": 1500, "n": 4, "stream": True})
             assert stream.begun.wait(PATIENCE)
@@ -171,6 +171,26 @@ def test_a_stopped_process_is_replaced_within_10_seconds_and_restarts_leave_noth
             server.process.kill()
 
 
+def test_three_restarts_leave_no_thread_and_no_file() -> None:
+    async def main() -> None:
+        supervisor = make_supervisor(LISTENS, max_restarts=9)
+        await supervisor.start()
+        before = threading.active_count(), len([*Path("/proc/self/fd").iterdir()])
+        watching = asyncio.create_task(supervisor.watch())
+        for _ in range(3):
+            last = supervisor.client.process
+            supervisor.client.kill()
+            await until(lambda old=last: supervisor.client.process is not old and not supervisor.unhealthy_reason)
+        await until(
+            lambda: threading.active_count() <= before[0] and len([*Path("/proc/self/fd").iterdir()]) <= before[1], 20
+        )
+        watching.cancel()
+        await supervisor.client.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
 def test_an_idle_process_that_is_stopped_is_replaced_too(model_folder: Path) -> None:
     async def main() -> None:
         client = EngineClient(str(model_folder), kv_cache_bytes=10**6)

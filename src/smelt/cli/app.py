@@ -43,6 +43,7 @@ GROUPS = {
     },
     "Serve": {
         "serve": "Serve a model with an OpenAI-compatible API, streaming, metrics and a live page.",
+        "batch": "Answer a file of requests in OpenAI's batch format; an interrupted run goes on where it stopped.",
         "chat": "Chat with a model in the terminal, streaming.",
         "load-test": "Send requests to a server at a given rate; measure latency, throughput and goodput, with plots.",
     },

@@ -10,7 +10,18 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from smelt.errors import RequestError
-from smelt.serve.server import admin, chat, completions, embeddings, messages, ollama, responses, status, tokens
+from smelt.serve.server import (
+    admin,
+    chat,
+    completions,
+    embeddings,
+    messages,
+    ollama,
+    responses,
+    scoring,
+    status,
+    tokens,
+)
 from smelt.serve.server.errors import ApiError, on_api_error, on_http_error, on_validation_error
 from smelt.serve.server.middleware import RecordSink, RequestGuard, RequestRecorder
 from smelt.serve.server.service import Service
@@ -27,7 +38,7 @@ def create_app(service: Service, sinks: Sequence[RecordSink] = ()) -> ASGIApp:
         servers=[{"url": root_path}] if root_path else None,
     )  # fmt: skip
     app.state.service = service
-    for module in (completions, chat, responses, messages, ollama, embeddings, tokens, admin, status):
+    for module in (completions, chat, responses, messages, ollama, embeddings, scoring, tokens, admin, status):
         app.include_router(module.router)
     for error in (ApiError, RequestError, OverloadedError, WorkerDiedError):
         app.add_exception_handler(error, on_api_error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from array import array
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -17,34 +17,25 @@ from smelt.serve.server.service import Service
 from smelt.serve.server.tokenization import INLINE_CHARACTERS
 from smelt.serve.server.unsupported import check_fields
 
+if TYPE_CHECKING:
+    from smelt.serve.encoder import Encoder
+
 router = APIRouter()
 
 
 @router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     service: Service = request.app.state.service
-    service.check_model(body.model)
     check_fields(body)
-    encoder = service.encoder
-    if encoder is None:
-        message = f"{service.name} is a language model without embeddings; serve an encoder, such as minilm-l6."
+    encoder = require_encoder(service, body.model)
+    if encoder.labels:
+        message = f"{service.name} is a classifier and has no embeddings; use /classify."
         raise ApiError(400, message, param="model")
     if body.dimensions not in (None, encoder.hidden_size):
         raise ApiError(400, f"dimensions: the model's vectors have {encoder.hidden_size}.", param="dimensions")
-    texts = await _inputs(service, body)
-    tokens, key = sum(map(len, texts)), request.state.key
-    service.admission.acquire(len(texts), key)
-    try:
-        service.rate_limits.admit_tokens(key, tokens)
-        vectors = await _unless_disconnected(request, encoder.embed(texts))
-    finally:
-        service.admission.release(len(texts), key)
-    record = current_record()
-    record.model, record.prompt_tokens = service.name, tokens
-    service.metrics.prompt_tokens.inc(tokens)
-    service.metrics.embeddings.inc(len(texts))
-    for text in texts:
-        service.metrics.request_prompt_tokens.observe(len(text))
+    texts = await encode_inputs(service, body.input)
+    vectors = await run_encoder(request, texts, encoder.embed(texts))
+    tokens = sum(map(len, texts))
     convert = _base64 if body.encoding_format == "base64" else list
     data = [
         {"object": "embedding", "index": index, "embedding": convert(vector)} for index, vector in enumerate(vectors)
@@ -53,8 +44,36 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     return JSONResponse({"object": "list", "data": data, "model": service.name, "usage": usage})
 
 
-async def _inputs(service: Service, body: EmbeddingRequest) -> list[list[int]]:
-    content: Any = body.input
+def require_encoder(service: Service, model: str | None) -> Encoder:
+    service.check_model(model)
+    if service.encoder is None:
+        message = f"{service.name} is a language model without embeddings; serve an encoder, such as minilm-l6."
+        raise ApiError(400, message, param="model")
+    return service.encoder
+
+
+async def run_encoder(request: Request, texts: list[list[int]], work: Any) -> list[list[float]]:
+    """Await the encoder's work on these texts, within the limits of the server, and count it."""
+    service: Service = request.app.state.service
+    tokens, key = sum(map(len, texts)), request.state.key
+    service.admission.acquire(len(texts), key)
+    try:
+        service.rate_limits.admit_tokens(key, tokens)
+        rows = await _unless_disconnected(request, work)
+    finally:
+        service.admission.release(len(texts), key)
+        work.close()  # if it was refused before it began
+    record = current_record()
+    record.model, record.prompt_tokens = service.name, tokens
+    service.metrics.prompt_tokens.inc(tokens)
+    service.metrics.embeddings.inc(len(texts))
+    for text in texts:
+        service.metrics.request_prompt_tokens.observe(len(text))
+    return rows
+
+
+async def encode_inputs(service: Service, content: Any) -> list[list[int]]:
+    """Return the tokens of one or several texts, each of which may be tokens already."""
     inputs = content if isinstance(content, list) and not isinstance(content[0], int) else [content]
     service.admission.check(len(inputs))
     inline = sum(map(len, inputs)) <= INLINE_CHARACTERS

@@ -133,7 +133,7 @@ class Service:
     async def _start_encoder(self, path: str, task: str) -> None:
         from smelt.serve.encoder import Encoder
 
-        if task not in ("embedding", "masked-language"):
+        if task not in ("embedding", "masked-language", "classification"):
             raise ModelError(f"{self.settings.model} is for {task}; language models and text encoders can be served.")
         self.encoder = await asyncio.to_thread(Encoder, path, self.settings.device)
         self.max_model_len, self.vocab_size = self.encoder.max_model_len, self.encoder.vocab_size
