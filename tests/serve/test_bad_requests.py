@@ -51,7 +51,9 @@ BAD = {
         content=None, tool_calls=[{"function": "__import__('os')"}]
     ),
     "CVE-2025-61620 a chat template": chat(chat_template="{% for i in range(10**9) %}x{% endfor %}"),
-    "CVE-2025-62426 arguments of a chat template": chat(chat_template_kwargs={"tokenize": True}),
+    "CVE-2025-62426 messages as an argument of a chat template": chat(chat_template_kwargs={"messages": []}),
+    "large arguments of a chat template": chat(chat_template_kwargs={"x": "y" * 5000}),
+    "an argument of a chat template that is no name": chat(chat_template_kwargs={"__class__": 1}),
     "CVE-2026-5760 an unsandboxed template": chat(chat_template="{{ ''.__class__.__mro__ }}"),
     "CVE-2025-62164 prompt_embeds": completion(prompt_embeds="gAJ9cQAu"),
     "CVE-2025-62164 prompt_embeds without a prompt": ("/v1/completions", {"prompt_embeds": "gAJ9cQAu"}),
@@ -66,7 +68,7 @@ BAD = {
     "CVE-2026-24779 a URL read in two ways": user_message(
         content=[{"type": "image_url", "image_url": {"url": "http://good\\@evil"}}]
     ),
-    "#47007 truncation": completion(truncate_prompt_tokens=-1),
+    "#47007 truncation": completion(truncate_prompt_tokens=-2),
     "#46588 a prompt that is too long": completion(prompt="x" * (CONTEXT + 1)),
     "#46588 tokens that are too many": completion(prompt=[5] * CONTEXT),
     "#3910 of SGLang, a far too long prompt": completion(prompt="x" * 3_000_000),

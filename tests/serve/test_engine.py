@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from transformers import PreTrainedModel
 
 import smelt
@@ -21,6 +22,7 @@ from smelt.kernels import linear
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
 from smelt.numerics import get_format
+from smelt.serve.engine import engine as engine_module
 from smelt.serve.engine.config import EngineConfig, KVCacheConfig
 from smelt.serve.engine.engine import Engine, RequestOutput
 from smelt.serve.engine.request import Request, RequestStatus
@@ -433,3 +435,14 @@ def test_settings_are_checked_before_weights_are_loaded(tmp_path: Path, monkeypa
     ):
         with pytest.raises(error):
             Engine(str(tmp_path), **settings)
+
+
+@pytest.mark.parametrize("settings", [{"kv_cache_dtype": "int8"}, {"kv_token_cap": 4096}, {"tensor_parallel_size": 2}])
+def test_a_cache_that_a_model_cannot_have_is_refused_before_it_is_loaded(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=99, hidden_size=32, n_layer=2, n_head=4))
+    network.save_pretrained(tmp_path)
+    monkeypatch.setattr(engine_module, "load", lambda *_, **__: pytest.fail("the weights were read"))
+    with pytest.raises(ModelError, match="its KV cache is not paged"):
+        Engine(str(tmp_path), **settings)

@@ -101,7 +101,7 @@ def test_a_config_file_and_flags(serve_settings: Callable[..., ServerSettings], 
     assert settings.limits == ServerLimits(step_timeout=60)
     config = EngineConfig.from_fields(**settings.engine)
     assert config.max_num_seqs == EngineConfig.max_num_seqs and config.kv_cache.kv_cache_bytes == 2**29
-    assert config.kv_cache.page_selection == SparseAttentionConfig(token_budget=512)
+    assert config.kv_cache.page_selection == SparseAttentionConfig(token_budget=512, min_tokens=512)
     assert not config.kv_cache.enable_prefix_caching and config.kv_cache.kv_offload is None
 
     flags = ("--port", "8000", "--enable-prefix-caching", "--kv-offload", "--lora-modules", "clerk=c")

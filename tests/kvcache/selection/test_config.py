@@ -49,6 +49,13 @@ def test_selection_matches_brute_force(
             assert set(pages[counts[row] :]) <= {num_pages - 1}
 
 
+def test_short_sequences_attend_to_all_pages() -> None:
+    selection = SparseAttentionConfig(page_size=10, token_budget=40, sink_pages=1, recent_pages=1, min_tokens=100)
+    lengths = torch.tensor([10, 95, 100, 101, 1000])
+    assert selection.num_selected_pages(lengths).tolist() == [1, 10, 10, 4, 4]
+    assert selection.max_selected_pages(1000) == 10  # of a sequence of 100 tokens
+
+
 def test_a_budget_may_grow_with_the_length() -> None:
     fixed, growing = SparseAttentionConfig(token_budget=128), SparseAttentionConfig(token_budget=128, budget_ratio=0.1)
     lengths = torch.tensor([32, 640, 3200, 32000])

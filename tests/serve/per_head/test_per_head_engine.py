@@ -4,6 +4,7 @@ the masked reference; reserved blocks are the blocks used; conversations continu
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from functools import partial
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from smelt.kvcache.eviction.attention import masked_attention
 from smelt.kvcache.eviction.budget import retained_mask
@@ -22,7 +25,7 @@ from smelt.kvcache.eviction.scorer import AttentionInputs, Scorer
 from smelt.kvcache.eviction.scorers import make_scorer
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.per_head.cache_manager import PerHeadCacheManager, PerHeadSession
+from smelt.serve.engine.per_head.cache_manager import PerHeadCacheManager, PerHeadSession, per_head_state
 from smelt.serve.engine.per_head.step import PerHeadBatch
 from smelt.serve.engine.request import Request
 from smelt.serve.engine.sampling_params import SamplingParams
@@ -414,3 +417,58 @@ def test_session_caches_are_evicted_in_lru_order() -> None:
     assert texts.find(b"", list(range(3))) is None  # at least one token must remain to compute
     assert [texts.drop().tokens for _ in range(3)] == [7, 3, 5] and len(texts) == 0
     assert texts.find(b"", list(range(10))) is None
+
+
+def test_prompts_below_the_floor_stay_complete() -> None:
+    """Nothing is evicted of short prompts, whatever the budgets; more is kept of long ones than without a floor."""
+    floor, model = 40, model_of("llama")
+    short, long = [words(count, seed=count) for count in (6, 23, 39, 41)], words(90, seed=7)
+    plain = answers(Engine(model_of("llama"), **SMALL), short)
+    policy = dataclasses.replace(retention([0.2, 0.1, 0.0]), min_tokens=floor)
+    settings: dict[str, Any] = {"max_num_batched_tokens": 24, **SMALL}
+    assert answers(Engine(model, kv_profile=policy, **settings), short) == plain
+    assert answers(Engine(model_of("llama"), kv_profile=retention([0.2, 0.1, 0.0]), **settings), short) != plain
+    engine = Engine(model_of("llama"), kv_profile=policy, **settings)
+    request = engine.submit(long, GREEDY)[0]
+    while len(request.tokens) == len(long):
+        engine.step()
+    assert per_head_state(request).retention.lengths(len(long) - 1).tolist() == [floor] * 3
+    run(engine)
+
+
+@given(st.integers(1, 400), st.integers(16, 60), st.integers(0, 120), st.sampled_from([0.0, 0.1, 0.5]))
+def test_every_chunk_keeps_its_window_above_any_floor(length: int, chunk: int, floor: int, share: float) -> None:
+    policy = dataclasses.replace(retention(share), min_tokens=floor)
+    request, start = RequestRetention.empty(policy, length), 0
+    while start < length:
+        stop = start + request.next_chunk(start, chunk)
+        step = request.eviction_step(start, stop)
+        if step is not None:
+            assert (step.retained >= step.window).all() and (step.retained <= step.region).all()
+            assert (step.locked >= 0).all()
+        start = stop
+    aligned = -(-floor // BLOCK) * BLOCK
+    assert (request.lengths(length) >= min(length, aligned)).all() and (request.lengths(length) <= length).all()
+
+
+def test_bytes_can_be_compared_between_kinds_of_caches() -> None:
+    """A page of a cluster is smaller than a block of all heads; bytes per token are less where tokens are evicted."""
+    text = words(80)
+
+    def bytes_per_token(**settings: Any) -> float:
+        engine = Engine(model_of("llama"), **SMALL, **settings)
+        request = engine.submit(text, GREEDY)[0]
+        while len(request.tokens) < len(text) + 4:
+            engine.step()
+        state = engine.state()
+        run(engine)
+        assert 0 < state["kv_bytes_used"] <= state["kv_bytes"] <= SMALL["kv_cache_bytes"]
+        assert state["kv_tokens"] == len(text) + 3  # the last token was sampled, and is not computed yet
+        assert engine.state()["kv_bytes_used"] == engine.state()["kv_tokens"] == 0
+        return state["kv_bytes_used"] / state["kv_tokens"]
+
+    exact = 2 * LAYERS * HEADS * 8 * 4  # keys and values of all heads in float32
+    assert exact <= bytes_per_token() < 1.1 * exact
+    assert exact <= bytes_per_token(kv_profile=retention(1.0)) < 1.1 * exact
+    assert bytes_per_token(kv_profile=retention(0.2)) < 0.5 * exact
+    assert bytes_per_token(kv_cache_dtype="int8") < 0.6 * exact

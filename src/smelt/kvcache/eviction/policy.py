@@ -3,7 +3,8 @@
 Tangram (Kim et al., 2026, arXiv 2606.06302): a prompt is compressed chunk by chunk. Tokens retained from a chunk are
 never scored again, except its last `window` tokens, which stay until the next chunk is scored. Our additions: counts
 are rounded up to full pages, which costs no memory; chunks have about equal length; and a continued conversation is
-compressed in the same way from where it stopped.
+compressed in the same way from where it stopped. As in the released code, a cluster never retains fewer tokens than a
+floor, so short prompts stay as they are.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class EvictionPolicy:
     scorer: Scorer
     block_size: int  # tokens per page
     num_splits: tuple[int, ...] = ()  # [clusters]: relative number of KV splits; derived from the budgets if empty
+    min_tokens: int = 0  # that every cluster retains of a text that has them, rounded up to full pages
 
     def __post_init__(self) -> None:
         if len(self.budgets) != len(self.clusters.members):
@@ -44,13 +46,13 @@ class EvictionPolicy:
             )
 
     @classmethod
-    def from_profile(cls, profile: EvictionProfile, block_size: int) -> EvictionPolicy:
+    def from_profile(cls, profile: EvictionProfile, block_size: int, min_tokens: int = 0) -> EvictionPolicy:
         """Rescale the budgets of a profile so that heads retain its `keep_ratio` on average."""
         clustered = profile if profile.clusters is not None else profile.with_clusters()
         assert clustered.clusters is not None
         budgets = tuple(clustered.clusters.cluster_max(clustered.rescaled(clustered.keep_ratio)).tolist())
         scorer = make_scorer(clustered.scorer, **clustered.scorer_params)
-        return cls(clustered.clusters, budgets, scorer, block_size, clustered.num_splits)
+        return cls(clustered.clusters, budgets, scorer, block_size, clustered.num_splits, min_tokens)
 
     @property
     def head_splits(self) -> Tensor:
@@ -67,7 +69,7 @@ class EvictionPolicy:
         if num_tokens <= always:
             return carried + num_tokens
         evictable = np.round(np.array(self.budgets) * (num_tokens - always), 6)
-        counts = carried + always + np.ceil(evictable).astype(np.int64)
+        counts = np.maximum(carried + always + np.ceil(evictable).astype(np.int64), self.min_tokens)
         return np.minimum(-(-counts // self.block_size) * self.block_size, carried + num_tokens)
 
 

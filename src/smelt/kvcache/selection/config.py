@@ -29,6 +29,7 @@ class SparseAttentionConfig:
     budget_ratio: float = 0.0  # of the sequence's pages: the budget is never smaller
     sink_pages: int = 2  # first pages, always selected
     recent_pages: int = 2  # last pages, always selected, including a partly filled one
+    min_tokens: int = 0  # sequences up to this length attend to all their pages
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
@@ -58,11 +59,13 @@ class SparseAttentionConfig:
         """Return how many pages a head attends to in sequences of these lengths."""
         num_pages = self.num_pages(seq_lens)
         by_ratio = (self.budget_ratio * num_pages.double() - 1e-9).ceil().long()  # a hair less: 0.1 * 30 is not above 3
-        return torch.minimum(num_pages, by_ratio.clamp(min=self.token_budget // self.page_size))
+        selected = torch.minimum(num_pages, by_ratio.clamp(min=self.token_budget // self.page_size))
+        return torch.where(seq_lens <= self.min_tokens, num_pages, selected)
 
     def max_selected_pages(self, max_seq_len: int) -> int:
         """Return how many pages a head attends to, at most, in sequences of up to `max_seq_len` tokens."""
-        return int(self.num_selected_pages(torch.tensor([max_seq_len])))
+        lengths = torch.tensor([max_seq_len, min(max_seq_len, self.min_tokens)])
+        return int(self.num_selected_pages(lengths).max())
 
     def select_pages(self, scores: Tensor, seq_lens: Tensor) -> Tensor:
         """Select each head's pages, in order, from scores [requests, kv_heads, pages] and seq_lens [requests].

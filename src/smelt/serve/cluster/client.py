@@ -34,6 +34,9 @@ GAUGES = (
     "blocks",
     "blocks_used",
     "blocks_carried",
+    "kv_bytes",
+    "kv_bytes_used",
+    "kv_tokens",
 )  # of an engine's state; the rest are counters
 
 

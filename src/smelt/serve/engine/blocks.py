@@ -15,8 +15,11 @@ from collections.abc import Sequence
 class BlockPool:
     """A pool of `num_blocks` blocks of `block_size` tokens each."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, block_bytes: int = 0
+    ) -> None:
         self.num_blocks, self.block_size, self.enable_prefix_caching = num_blocks, block_size, enable_prefix_caching
+        self.block_bytes = block_bytes  # over all layers and heads that share a block, on all devices
         self.references = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # least recently freed first
         self._block_hashes: list[bytes | None] = [None] * num_blocks

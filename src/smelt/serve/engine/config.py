@@ -40,6 +40,7 @@ class KVCacheConfig:
     kv_cache_bytes: int | None = None  # by default a share of the free memory
     kv_cache_dtype: str | None = None  # model, int8, fp8, int4, int3; by default what the model was compressed for
     enable_prefix_caching: bool = True
+    kv_min_tokens: int = 512  # that every head keeps under a kv_profile: shorter prompts stay complete
     kv_profile: EvictionPolicy | EvictionProfile | str | Path | None = None  # per-head eviction: `smelt kv profile`
     page_selection: SparseAttentionConfig | None = None  # sparse page attention; nothing is evicted
     kv_offload: OffloadConfig | None = None  # with page_selection: pages in host memory
@@ -47,6 +48,8 @@ class KVCacheConfig:
 
     def __post_init__(self) -> None:
         _check_positive(self, "block_size", "kv_cache_bytes")
+        if self.kv_min_tokens < 0:
+            raise ConfigError(f"kv_min_tokens is {self.kv_min_tokens:,}; it must not be negative.")
         check_kv_cache_dtype(self.kv_cache_dtype)
         policies = ("kv_profile", "page_selection", "kv_token_cap")
         chosen = [name for name in policies if getattr(self, name) is not None]
@@ -54,6 +57,11 @@ class KVCacheConfig:
             raise ConfigError(f"{' and '.join(chosen)} exclude each other; give one of them, not both.")
         if self.kv_offload is not None and self.page_selection is None:
             raise ConfigError("kv_offload keeps pages that are not selected in host memory; give page_selection, too.")
+
+    @property
+    def explicit_dtype(self) -> str | None:
+        """Return the KV cache dtype that the settings ask for; None if that is the model's own."""
+        return None if self.kv_cache_dtype == "model" else self.kv_cache_dtype
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Refuse what a KV cache without all tokens cannot give."""
@@ -161,7 +169,7 @@ def eviction_policy(model: Model, cache: KVCacheConfig) -> EvictionPolicy:
     assert profile is not None
     profile = profile if isinstance(profile, EvictionProfile) else EvictionProfile.load(Path(profile))
     profile.check_model(find_kv_shape(model))
-    return EvictionPolicy.from_profile(profile, cache.tokens_per_block)
+    return EvictionPolicy.from_profile(profile, cache.tokens_per_block, cache.kv_min_tokens)
 
 
 def _check_positive(config: EngineConfig | KVCacheConfig, *names: str) -> None:

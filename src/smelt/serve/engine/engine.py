@@ -20,7 +20,7 @@ from smelt.serve.engine.beam_search import Beam, BeamSearch, BeamSearchParams
 from smelt.serve.engine.blocks import BlockPool
 from smelt.serve.engine.config import EngineConfig
 from smelt.serve.engine.detokenizer import Detokenizer
-from smelt.serve.engine.factory import build
+from smelt.serve.engine.factory import build, check_kv_cache
 from smelt.serve.engine.prefill_pace import PrefillPace
 from smelt.serve.engine.prompt_logprobs import PromptLogprob
 from smelt.serve.engine.request import ANYONE, Request, RequestId, RequestStatus, Tenant, check_prompt, check_tokens
@@ -70,7 +70,8 @@ class Engine:
             raise TypeError(f"give an EngineConfig or its fields ({', '.join(settings)}), not both.")
         self.config = config = config or EngineConfig.from_fields(**settings)
         if isinstance(model, str):
-            config.check(Model(skeleton(model), source=model))  # before weights are read
+            config.check(empty := Model(skeleton(model), source=model))  # before weights are read
+            check_kv_cache(empty, config, config.kv_cache.explicit_dtype)
             sharded = config.tensor_parallel_size > 1  # such a model goes to its devices in shards
             model = load(model, device="cpu" if sharded else config.device, packed=not sharded)
         config.check(model)
@@ -223,7 +224,10 @@ class Engine:
         return {
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),
-            **self.scheduler.cache_manager.state(),
+            **(cache := self.scheduler.cache_manager.state()),
+            "kv_bytes": cache["blocks"] * self.pool.block_bytes,
+            "kv_bytes_used": cache["blocks_used"] * self.pool.block_bytes,
+            "kv_tokens": sum(request.num_computed_tokens for request in self.scheduler.running),
             **self._counts,
         }
 

@@ -11,8 +11,8 @@ import torch
 
 from smelt.errors import ModelError, RequestError, ResourceError
 from smelt.kvcache.eviction.policy import EvictionPolicy
-from smelt.kvcache.eviction.prefill import find_kv_shape
-from smelt.kvcache.selection.config import SparseAttentionConfig
+from smelt.kvcache.eviction.prefill import check_evictable, find_kv_shape
+from smelt.kvcache.selection.config import SparseAttentionConfig, sparse_attention_heads
 from smelt.kvcache.streaming.config import BoundedCacheConfig
 from smelt.kvcache.streaming.infinipot import InfiniPotCompressor
 from smelt.measure.memory import free_memory
@@ -141,12 +141,9 @@ def build(model: Model, config: EngineConfig, adapters: Adapters) -> tuple[Sched
         )
     resolved = _ResolvedConfig(model, config, adapters, config.resolve_max_model_len(model), dtype)
     cache = config.kv_cache
+    check_kv_cache(model, config, dtype)
     if (reason := unpaged_reason(model.anatomy)) is not None:
         return _build_own_cache(resolved, reason)
-    if decoder.has_sinks(model) and (cache.kv_token_cap or cache.page_selection or cache.kv_profile) is not None:
-        raise ModelError(
-            "this model has attention sinks, which need a complete KV cache; leave out eviction, selection and caps."
-        )
     if config.compiled and model.device.type == "cuda" and resolved.eager_reason is not None:
         logger.warning("The network runs eagerly, which is slower than the fused path: %s.", resolved.eager_reason)
     if resolved.runs_fused:
@@ -166,6 +163,27 @@ def build(model: Model, config: EngineConfig, adapters: Adapters) -> tuple[Sched
     return built
 
 
+def check_kv_cache(model: Model, config: EngineConfig, kv_cache_dtype: str | None) -> None:
+    """Refuse settings of the KV cache that this model cannot have; its weights may still be on the meta device."""
+    cache = config.kv_cache
+    policy = cache.kv_token_cap or cache.page_selection or cache.kv_profile
+    if (reason := unpaged_reason(model.anatomy)) is not None:
+        if policy is not None or kv_cache_dtype is not None or config.tensor_parallel_size > 1:
+            raise ModelError(
+                f"{reason}, so its KV cache is not paged: serve it without tensor parallelism and settings of the KV "
+                "cache."
+            )
+        return
+    if decoder.has_sinks(model) and policy is not None:
+        raise ModelError(
+            "this model has attention sinks, which need a complete KV cache; leave out eviction, selection and caps."
+        )
+    if cache.page_selection is not None:
+        sparse_attention_heads(model)
+    if cache.kv_token_cap is not None:
+        check_evictable(model)
+
+
 def _dequantize_plain_layers(model: Model) -> None:
     """Dequantize layers without a kernel once; without this, every step would."""
     total = len(quantized_layers(model.network))
@@ -180,17 +198,13 @@ def _dequantize_plain_layers(model: Model) -> None:
 
 def _build_own_cache(resolved: _ResolvedConfig, reason: str) -> tuple[Scheduler, Runner]:
     """Let transformers keep a cache for every request; blocks only bound how many requests run at once."""
-    model, config, cache = resolved.model, resolved.config, resolved.cache
-    settings = (cache.kv_token_cap, cache.page_selection, cache.kv_profile, resolved.kv_cache_dtype)
-    if any(setting is not None for setting in settings) or config.tensor_parallel_size > 1 or resolved.adapters.layers:
-        raise ModelError(
-            f"{reason}, so its KV cache is not paged: serve it without adapters, tensor parallelism and settings of "
-            "the KV cache."
-        )
+    model, config = resolved.model, resolved.config
+    if resolved.adapters.layers:
+        raise ModelError(f"{reason}, so its KV cache is not paged: serve it without adapters.")
     logger.warning("Requests run one after another with a cache of the network's own: %s.", reason)
     bytes_per_block = block_bytes(model.anatomy, resolved.block_size, model.network.dtype)
     num_blocks = resolved.num_blocks(bytes_per_block, config.max_num_seqs * resolved.blocks_per_request, model.device)
-    pool = BlockPool(num_blocks, resolved.block_size, enable_prefix_caching=False)
+    pool = BlockPool(num_blocks, resolved.block_size, enable_prefix_caching=False, block_bytes=bytes_per_block)
     _dequantize_plain_layers(model)
     return resolved.scheduler(PagedCacheManager(pool)), OwnCacheRunner(model)
 
@@ -204,7 +218,10 @@ def _build_paged(resolved: _ResolvedConfig) -> tuple[Scheduler, Runner]:
     device = torch.device(config.device) if ranks > 1 else model.device
     bytes_per_block = -(-block_bytes(model.anatomy, resolved.block_size, model.network.dtype, dtype) // ranks)
     num_blocks = resolved.num_blocks(bytes_per_block, config.max_num_seqs * resolved.blocks_per_request, device)
-    pool = BlockPool(num_blocks, resolved.block_size, enable_prefix_caching=resolved.cache.enable_prefix_caching)
+    pool = BlockPool(
+        num_blocks, resolved.block_size, enable_prefix_caching=resolved.cache.enable_prefix_caching,
+        block_bytes=ranks * bytes_per_block,
+    )  # fmt: skip
     return resolved.scheduler(PagedCacheManager(pool)), paged_runner(resolved, num_blocks)
 
 
@@ -242,7 +259,10 @@ def _build_sparse(resolved: _ResolvedConfig, selection: SparseAttentionConfig) -
     device = model.device if offload is None else torch.device("cpu")
     bytes_per_block = block_bytes(model.anatomy, resolved.block_size, model.network.dtype, dtype)
     num_blocks = resolved.num_blocks(bytes_per_block, config.max_num_seqs * resolved.blocks_per_request, device)
-    pool = BlockPool(num_blocks, resolved.block_size, enable_prefix_caching=resolved.cache.enable_prefix_caching)
+    pool = BlockPool(
+        num_blocks, resolved.block_size, enable_prefix_caching=resolved.cache.enable_prefix_caching,
+        block_bytes=bytes_per_block,
+    )  # fmt: skip
     runner = SparseRunner(
         model, num_blocks=num_blocks, block_size=resolved.block_size, max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=resolved.max_model_len, selection=selection,
@@ -266,7 +286,7 @@ def _build_bounded(resolved: _ResolvedConfig, bound: BoundedCacheConfig) -> tupl
             f"{size.capacity:,}, which takes {blocks_per_request * bytes_per_block:,} bytes; "
             "give more memory, or a smaller cap."
         )
-    pool = BlockPool(num_blocks, resolved.block_size, enable_prefix_caching=False)
+    pool = BlockPool(num_blocks, resolved.block_size, enable_prefix_caching=False, block_bytes=bytes_per_block)
     empty = partial(BoundedCacheState.empty, size.capacity, model.device)
     cache_manager = BoundedCacheManager(pool, size, empty, reuse=resolved.cache.enable_prefix_caching)
     tokens = resolved.chunk_size + config.max_num_seqs
@@ -287,7 +307,7 @@ def _build_per_head(resolved: _ResolvedConfig, policy: EvictionPolicy) -> tuple[
     staging = staging_pages(policy, tokens, resolved.chunk_size)
     max_pages = config.max_num_seqs * len(policy.budgets) * pages_per_cluster
     num_pages = resolved.num_blocks(bytes_per_page, max_pages, model.device, reserved_bytes=staging * bytes_per_page)
-    pool = BlockPool(num_pages, resolved.block_size, enable_prefix_caching=False)
+    pool = BlockPool(num_pages, resolved.block_size, enable_prefix_caching=False, block_bytes=bytes_per_page)
     cache_manager = PerHeadCacheManager(pool, policy, pages_per_cluster, reuse=resolved.cache.enable_prefix_caching)
     cache = PerHeadCache.empty(
         policy.clusters, head_dim, num_pages=num_pages, num_staging_pages=staging, block_size=resolved.block_size,

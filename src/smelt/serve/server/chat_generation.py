@@ -4,6 +4,8 @@ writes the parsed answers in its own format.
 
 from __future__ import annotations
 
+import json
+import re
 import uuid
 from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
@@ -12,12 +14,23 @@ from typing import Any
 
 from smelt.serve.server.beam_generation import create_generation
 from smelt.serve.server.errors import ApiError
-from smelt.serve.server.generation import Delta, Generation, build_sampling_params, check_generation
+from smelt.serve.server.generation import (
+    Delta,
+    Generation,
+    build_sampling_params,
+    check_generation,
+    truncate_prompt,
+)
 from smelt.serve.server.parsers import OutputParser
 from smelt.serve.server.parsers.base import CallArguments, CallStart, Content, Part, Reasoning
 from smelt.serve.server.schemas import ChatRequest
 from smelt.serve.server.service import Service
 from smelt.serve.server.tools import ChatTools, constrain, parse_tools, template_messages, template_variables
+
+CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own: it marks the end of the message to continue
+MAX_TEMPLATE_KWARGS = 4096
+_RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+_VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 
 
 @dataclass
@@ -100,7 +113,9 @@ async def prepare_chat(service: Service, body: ChatRequest, key: bytes) -> ChatG
     )  # fmt: skip
     text = await render_prompt(service, body, tools)
     sampling = constrain(sampling, tools, output_format, text)
-    prompt = await service.tokenizer.encode(text, special=False, param="messages")
+    special = bool(body.add_special_tokens)
+    tokens = await service.tokenizer.encode(text, special=special, param="messages")
+    prompt = truncate_prompt(tokens, body, service, sampling)
     markers: Collection[int] = output_format.tokens.values()
     generation = create_generation(service, [prompt], body, sampling, key, markers)
     if tools.forced:
@@ -114,4 +129,38 @@ async def render_prompt(service: Service, body: ChatRequest, tools: ChatTools) -
     output_format = service.output_format
     messages = template_messages(body.messages, tools, output_format)
     described = tools.tools if output_format.template_has_tools else None
-    return await service.tokenizer.render_chat(messages, described, **template_variables(body))
+    variables = {**template_variables(body), **_template_kwargs(body)}
+    if not body.continue_final_message:
+        variables["add_generation_prompt"] = body.add_generation_prompt is not False
+        return await service.tokenizer.render_chat(messages, described, **variables)
+    variables["add_generation_prompt"] = False
+    content = messages[-1].get("content")
+    if body.add_generation_prompt or not isinstance(content, str):
+        other = "add_generation_prompt" if body.add_generation_prompt else "a last message without text"
+        message = f"continue_final_message: it cannot be combined with {other}."
+        raise ApiError(400, message, param="continue_final_message")
+    marked = [*messages[:-1], {**messages[-1], "content": content + CONTINUE_TAG}]
+    return _cut_at_tag(await service.tokenizer.render_chat(marked, described, **variables), content)
+
+
+def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
+    """Return the arguments of a request for the chat template: few and small, since they are rendered."""
+    kwargs = body.chat_template_kwargs or {}
+    param = "chat_template_kwargs"
+    if len(json.dumps(kwargs)) > MAX_TEMPLATE_KWARGS:
+        message = f"{param}: as JSON they may have at most {MAX_TEMPLATE_KWARGS:,} characters."
+        raise ApiError(400, message, param=param)
+    if any(not _VARIABLE.fullmatch(name) or name in _RESERVED_VARIABLES for name in kwargs):
+        reserved = ", ".join(sorted(_RESERVED_VARIABLES))
+        raise ApiError(400, f"{param}: names must be identifiers, and none of {reserved}.", param=param)
+    return kwargs
+
+
+def _cut_at_tag(text: str, content: str) -> str:
+    """Return a rendered conversation up to the end of its last message, as transformers does."""
+    position = text.rfind(CONTINUE_TAG.strip())
+    if position < 0 or content.strip() not in text:
+        message = "continue_final_message: the model's chat template changes the last message, or leaves it out."
+        raise ApiError(400, message, param="continue_final_message")
+    trimmed = text[position : position + len(CONTINUE_TAG)] != CONTINUE_TAG  # the template strips messages
+    return text[:position].rstrip() if trimmed else text[:position]

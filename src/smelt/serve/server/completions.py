@@ -19,6 +19,7 @@ from smelt.serve.server.generation import (
     build_sampling_params,
     check_generation,
     prompt_logprobs_body,
+    truncate_prompt,
 )
 from smelt.serve.server.schemas import CompletionRequest
 from smelt.serve.server.service import Service
@@ -39,7 +40,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         prompt_logprobs=max(counts) if (counts := _prompt_logprobs(body)) else None,
         vocab_size=service.vocab_size,
     )  # fmt: skip
-    texts, prompts = await _tokenize(service, inputs, sampling, echo=bool(body.echo))
+    texts, prompts = await _tokenize(service, inputs, sampling, body)
     generation = create_generation(service, prompts, body, sampling, request.state.key)
     writer = _Writer(service, body, generation, texts if body.echo else [""] * len(prompts))
     return await respond(request, generation, writer, body.stream)
@@ -51,17 +52,25 @@ def _inputs(body: CompletionRequest) -> list[str | list[int]]:
 
 
 async def _tokenize(
-    service: Service, inputs: list[str | list[int]], sampling: SamplingParams, *, echo: bool
+    service: Service, inputs: list[str | list[int]], sampling: SamplingParams, body: CompletionRequest
 ) -> tuple[list[str], list[list[int]]]:
     """Return every prompt as text, which only `echo` needs, and as tokens; refuse the first that does not fit."""
     texts: list[str] = []
     prompts: list[list[int]] = []
     inline = sum(map(len, inputs)) <= INLINE_CHARACTERS
     for prompt in inputs:
-        tokens = await service.tokenizer.encode(prompt, inline=inline) if isinstance(prompt, str) else prompt
-        service.check_prompt(tokens, sampling)
-        prompts.append(tokens)
-        texts.append(prompt if isinstance(prompt, str) else await service.tokenizer.decode(prompt) if echo else "")
+        if isinstance(prompt, str):
+            special = body.add_special_tokens is not False
+            tokens = await service.tokenizer.encode(prompt, special=special, inline=inline)
+        else:
+            tokens = prompt
+        kept = truncate_prompt(tokens, body, service, sampling)
+        service.check_prompt(kept, sampling)
+        prompts.append(kept)
+        if isinstance(prompt, str) and len(kept) == len(tokens):
+            texts.append(prompt)
+        else:
+            texts.append(await service.tokenizer.decode(kept) if body.echo else "")
     return texts, prompts
 
 

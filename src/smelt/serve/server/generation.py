@@ -71,10 +71,12 @@ class AnswerState:
         sampling: SamplingParams,
         keep_stop: bool,
         markers: Collection[int],
+        hidden_ends: Collection[int],
     ) -> None:
         self.index, self.prompt, self.metrics = index, prompt, service.metrics
         self.prompt_logprobs: list[PromptTokenLogprob] = []  # from the second prompt token on; of the first sample only
         self.text = service.tokenizer.detokenizer(prompt, sampling.stop, keep_stop, markers)
+        self.hidden_ends = hidden_ends  # tokens that are no part of the text if they end the answer
         self.count, self.cached, self.reason = 0, 0, ""
         self.started = self.first = self.last = 0.0
 
@@ -86,9 +88,11 @@ class AnswerState:
                 token = self.prompt[len(self.prompt_logprobs) + 1]
                 self.prompt_logprobs.append(PromptTokenLogprob(token, own, list(top), rank))
         new = [(event.token, event) for event in events if event.token is not None]
-        update = self.text.update([token for token, _ in new], events[-1].reason)
+        shown = [token for token, _ in new]
+        ended = events[-1].reason == "stop" and events[-1].token in self.hidden_ends
+        update = self.text.update(shown[:-1] if ended else shown, events[-1].reason)
         delta = Delta(self.index, update.text, reason=update.reason)
-        for token, event in new[: update.num_tokens]:
+        for token, event in new[: update.num_tokens + ended]:
             self._record_times(event, now, arrival)
             self.count += 1
             delta.tokens.append(token)
@@ -148,9 +152,13 @@ class Generation:
         self.adapter = service.adapter_name(request.model)
         self.salt = hashlib.sha256(key + b"\0" + (request.cache_salt or "").encode()).digest()
         keep_stop = bool(request.include_stop_str_in_output)
+        hidden_ends: Collection[int] = ()
+        if request.skip_special_tokens is False:
+            hidden_ends = () if keep_stop else service.tokenizer.special_ids.difference(markers)
+            markers = service.tokenizer.special_ids
         n = sampling.n
         self.answers = [
-            AnswerState(index * n + sample, prompt, service, sampling, keep_stop, markers)
+            AnswerState(index * n + sample, prompt, service, sampling, keep_stop, markers, hidden_ends)
             for index, prompt in enumerate(prompts)
             for sample in range(n)
         ]
@@ -309,6 +317,20 @@ def check_generation(service: Service, body: GenerationRequest, prompts: int = 1
         message = f"prompts times n is {answers:,}; a request may ask for at most {limit:,} answers."
         raise ApiError(400, message, param="n")
     service.admission.check(answers)
+
+
+def truncate_prompt(
+    tokens: list[int], body: GenerationRequest, service: Service, sampling: SamplingParams
+) -> list[int]:
+    """Return the last `truncate_prompt_tokens` tokens, if a request wants that; -1: as many as fit."""
+    count = body.truncate_prompt_tokens
+    if count is None:
+        return tokens
+    if count == 0:
+        message = "truncate_prompt_tokens: at least one token must stay."
+        raise ApiError(400, message, param="truncate_prompt_tokens")
+    longest = min(service.max_model_len - max(sampling.max_tokens or 1, 1), service.tokenizer.max_tokens)
+    return tokens[-max(longest if count == -1 else count, 1) :]
 
 
 def build_sampling_params(

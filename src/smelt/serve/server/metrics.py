@@ -64,6 +64,11 @@ class ServerMetrics:
         self.request_max_tokens = Histogram("vllm:request_params_max_tokens", "The requests' max_tokens.", lengths)
         self.blocks = Gauge("smelt:kv_blocks", "KV cache blocks.")
         self.blocks_used = Gauge("smelt:kv_blocks_used", "KV cache blocks in use.")
+        self.kv_bytes = Gauge("smelt:kv_cache_bytes", "Bytes of the KV cache.")
+        self.kv_bytes_used = Gauge("smelt:kv_cache_bytes_used", "Bytes of the KV cache in use.")
+        self.kv_bytes_per_token = Gauge(
+            "smelt:kv_cache_bytes_per_token", "Bytes in use per token that running sequences have read or written."
+        )
         self.restarts = Counter("smelt:engine_restarts", "Restarts of the engine's process.")
         self.refused = Counter("smelt:requests_refused", "Requests refused because the queue was full.")
         self.embeddings = Counter("smelt:embeddings", "Texts that were embedded.")
@@ -78,6 +83,10 @@ class ServerMetrics:
         self.blocks.set(state["blocks"])
         self.blocks_used.set(state["blocks_used"])
         self.kv_cache_usage.set(state["blocks_used"] / max(state["blocks"], 1))
+        used = state.get("kv_bytes_used", 0)
+        self.kv_bytes.set(state.get("kv_bytes", 0))
+        self.kv_bytes_used.set(used)
+        self.kv_bytes_per_token.set(used / tokens if (tokens := state.get("kv_tokens", 0)) else 0)
         last = self._last_state if self._last_state.get("steps", 0) <= state["steps"] else {}
         increase = {name: value - last.get(name, 0) for name, value in state.items()}
         self.preemptions.inc(increase["preemptions"])
@@ -89,7 +98,10 @@ class ServerMetrics:
 
     def reset_engine_state(self) -> None:
         """Zero the gauges when the engine has ended."""
-        for gauge in (self.running, self.waiting, self.blocks_used, self.kv_cache_usage):
+        for gauge in (
+            self.running, self.waiting, self.blocks_used, self.kv_cache_usage, self.kv_bytes_used,
+            self.kv_bytes_per_token,
+        ):  # fmt: skip
             gauge.set(0)
         self._last_state = {}
 
@@ -109,8 +121,9 @@ class ServerMetrics:
 
     def snapshot(self) -> dict[str, Any]:
         """Return plain values for the live page."""
-        values = ("running", "waiting", "blocks", "blocks_used", "prompt_tokens", "generated_tokens", "preemptions",
-                  "prefix_cache_queries", "prefix_cache_hits", "restarts", "refused", "embeddings")  # fmt: skip
+        values = ("running", "waiting", "blocks", "blocks_used", "kv_bytes", "kv_bytes_used", "kv_bytes_per_token",
+                  "prompt_tokens", "generated_tokens", "preemptions", "prefix_cache_queries", "prefix_cache_hits",
+                  "restarts", "refused", "embeddings")  # fmt: skip
         latencies = ("time_to_first_token", "inter_token_latency", "e2e_latency", "queue_time")
         return {
             **{name: getattr(self, name).value for name in values},

@@ -121,6 +121,9 @@ class ServeConfig:
     kv_profile: str | None = _option(
         None, "Per-head KV cache budgets written by `smelt kv profile`.", metavar="FILE", panel="KV cache"
     )
+    kv_min_tokens: int = _option(
+        512, "With --kv-profile or --kv-select: shorter prompts stay complete.", minimum=0, metavar="TOKENS",
+        panel="KV cache")  # fmt: skip
     kv_select: Literal["pages"] | None = _option(
         None, "Sparse page attention: evict nothing, attend to few pages.", metavar="pages", panel="KV cache"
     )
@@ -274,7 +277,10 @@ class ServeConfig:
             "activation_dtype": self.activation_dtype,
             "enable_prefix_caching": self.enable_prefix_caching,
             "kv_profile": self.kv_profile,
-            "page_selection": {"token_budget": self.kv_budget} if self.kv_select else None,
+            "kv_min_tokens": self.kv_min_tokens,
+            "page_selection": {"token_budget": self.kv_budget, "min_tokens": self.kv_min_tokens}
+            if self.kv_select
+            else None,
             "kv_offload": {} if self.kv_offload else None,
             "kv_token_cap": self.kv_token_cap,
         }
@@ -289,6 +295,8 @@ class ServeConfig:
             )
         if self.kv_profile is not None and not Path(self.kv_profile).is_file():
             raise ConfigError(f"--kv-profile {self.kv_profile} is not a file; `smelt kv profile` writes one.")
+        if self.tensor_parallel_size > 1 and (self.kv_profile or self.kv_select or self.kv_token_cap):
+            raise ConfigError("--kv-profile, --kv-select and --kv-token-cap run on one device; use no others.")
         if self.kv_offload and not self.kv_select:
             raise ConfigError("--kv-offload requires --kv-select pages.")
 

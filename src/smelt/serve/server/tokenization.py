@@ -52,7 +52,7 @@ class AsyncTokenizer:
         byte_level = inner is not None and "ByteLevel" in repr(inner.decoder)
         self._byte_of = {character: byte for byte, character in _byte_characters().items()} if byte_level else {}
         added = tokenizer.added_tokens_decoder
-        self._special_ids = frozenset(index for index, token in added.items() if token.special)
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self.token = lru_cache(maxsize=65536)(self._token)
 
     async def encode(self, text: str, *, special: bool = True, param: str = "prompt", inline: bool = True) -> list[int]:
@@ -105,8 +105,8 @@ class AsyncTokenizer:
     ) -> Detokenizer:
         """Return a detokenizer of one answer. `markers` are special tokens that are part of its text all the same."""
         decoder = self._decoder
-        if not self._special_ids.isdisjoint(markers):
-            decoder = _MarkerDecoder(decoder, self._special_ids.difference(markers))
+        if not self.special_ids.isdisjoint(markers):
+            decoder = _MarkerDecoder(decoder, self.special_ids.difference(markers))
         return Detokenizer(decoder, prompt, stop, include_stop=include_stop)
 
     def close(self) -> None:

@@ -22,9 +22,12 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages.", param="prompt")
     if body.messages is not None:
-        chat = ChatRequest(messages=body.messages, tools=body.tools)
+        chat = ChatRequest(
+            messages=body.messages, tools=body.tools, add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message, chat_template_kwargs=body.chat_template_kwargs,
+        )  # fmt: skip
         text = await render_prompt(service, chat, parse_tools(chat, service.output_format))
-        tokens = await service.tokenizer.encode(text, special=False, param="messages")
+        tokens = await service.tokenizer.encode(text, special=bool(body.add_special_tokens), param="messages")
     else:
         tokens = await service.tokenizer.encode(body.prompt or "", special=body.add_special_tokens is not False)
     strings = await service.tokenizer.token_texts(tokens) if body.return_token_strs else None

@@ -20,7 +20,7 @@ _HARMLESS = frozenset({
     "guided_decoding_backend", "cache_prompt", "id_slot", "slot_id", "return_progress", "timings_per_token",
     "n_keep", "n_indent", "repeat_last_n", "dynatemp_exponent", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
     "dry_sequence_breakers", "xtc_threshold", "mirostat_tau", "mirostat_eta", "draft_model", "ttl", "keep_alive",
-    "chat_id", "session_id",
+    "chat_id", "session_id", "spaces_between_special_tokens",  # the last: of slow tokenizers
 })  # fmt: skip
 
 _TOOLS = "tools are for chat completions"
@@ -41,7 +41,6 @@ _UNSUPPORTED = {
     "grammar": _STRUCTURED,
     "json_schema": _STRUCTURED,
     "chat_template": "the chat template is the model's own and cannot be sent",
-    "chat_template_kwargs": "the chat template is the model's own and takes no arguments",
     "documents": "the chat template gets no documents; write them into a message",
     "prompt_embeds": "prompts are text or tokens; vectors cannot be sent",
     "suffix": "text cannot be inserted before a suffix",

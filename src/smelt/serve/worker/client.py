@@ -333,7 +333,7 @@ class EngineClient:
         if pipe is not self._pipe:
             return
         self.engine = self._pipe = None
-        self.state = {**self.state, "running": 0, "waiting": 0, "blocks_used": 0}
+        self.state = {**self.state, "running": 0, "waiting": 0, "blocks_used": 0, "kv_bytes_used": 0, "kv_tokens": 0}
         self._finish_start(SmeltError("the engine's process ended while it was starting."))
         self.fail(WorkerDiedError("the engine's process ended; the request is lost, send it again."))
         self._streams.clear()
