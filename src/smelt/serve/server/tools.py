@@ -202,11 +202,6 @@ def template_variables(body: ChatRequest) -> dict[str, Any]:
     if body.reasoning_effort is not None:
         thinks = body.reasoning_effort not in ("none", "minimal")
         variables = {"reasoning_effort": body.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
-    for name, value in (body.chat_template_kwargs or {}).items():
-        if name not in ("enable_thinking", "thinking") or not isinstance(value, bool):
-            message = "chat_template_kwargs: only enable_thinking and thinking, true or false, can be set."
-            raise ApiError(400, message, param="chat_template_kwargs", code="unsupported")
-        variables[name] = value
     return variables
 
 
