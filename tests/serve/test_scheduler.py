@@ -149,13 +149,14 @@ def test_a_chunk_that_is_not_split_is_alone() -> None:
 
 def test_the_pace_of_prompts_follows_what_was_measured() -> None:
     pace = PrefillPace(0.5)
-    assert pace.max_tokens == 128
+    assert pace.max_tokens == 32
     for _ in range(20):
         pace.record(100, 0.1)
         pace.record(4, 10.0)  # says nothing about prompts
     assert pace.max_tokens == pytest.approx(500, abs=2)
-    for _ in range(20):
-        pace.record(100, 100.0)
+    pace.record(100, 1.0)  # slower: counts at once
+    assert pace.max_tokens == 50
+    pace.record(100, 100.0)
     assert pace.max_tokens == 16
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-INITIAL_TOKENS = 128  # before anything was measured
+INITIAL_TOKENS = 32  # before anything was measured
 MIN_TOKENS = 16
 
 
@@ -22,6 +22,8 @@ class PrefillPace:
         return max(int(self._tokens_per_second * self.target_seconds), MIN_TOKENS)
 
     def record(self, tokens: int, seconds: float) -> None:
-        """Record a step of this many tokens. Short ones do not tell how fast prompts are read."""
+        """Record a step of this many tokens. Short ones do not tell how fast prompts are read. A slower step counts at
+        once, since the next one may be slower still: attention takes longer the more is cached."""
         if tokens >= MIN_TOKENS and seconds > 0:
-            self._tokens_per_second = (self._tokens_per_second + tokens / seconds) / 2
+            measured = tokens / seconds
+            self._tokens_per_second = min(measured, (self._tokens_per_second + measured) / 2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,12 @@ class GrammarCompiler:
         self._hf_tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
         self._cache: OrderedDict[StructuredOutputParams, GrammarMatcher] = OrderedDict()
         self._lock = threading.Lock()
+
+    def prepare(self) -> None:
+        """Do what the first constraint needs, before it comes: the tokenizer's vocabulary takes most of a second."""
+        with suppress(ModelError):  # structured output is refused when it is asked for
+            _library()
+            self._tokenizer  # noqa: B018
 
     def matcher(self, params: StructuredOutputParams) -> GrammarMatcher:
         """Return a matcher at the start of an answer; raise RequestError for a constraint that no answer satisfies."""

@@ -101,6 +101,7 @@ class EngineWorker:
         if heartbeat is not None:
             heartbeat.step_timer = self.engine.step_timer
         pipe.send(self._ready())
+        self._compiler.submit(self.engine.grammar_compiler.prepare)
 
     def run(self) -> None:
         gc.freeze()  # else a full collection would go over everything that was imported, in the middle of a step
