@@ -27,7 +27,7 @@ def result(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-WITHOUT_JSON = {"cache", "train", "serve", "kv", "migrate", "schema", "sign"}
+WITHOUT_JSON = {"batch", "cache", "train", "serve", "kv", "migrate", "schema", "sign"}
 
 
 @pytest.mark.parametrize("command", ["kv profile", *sorted(set(COMMANDS) - WITHOUT_JSON)])

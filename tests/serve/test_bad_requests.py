@@ -237,7 +237,7 @@ def test_broken_http(server: Server, request_: bytes) -> None:
 
 def test_unknown_routes(server: Server) -> None:
     """Endpoints of other servers: weights, RPC, adapters, jobs."""
-    for path in ("/update_weights_from_tensor", "/pause", "/invocations", "/v1/rerank",
+    for path in ("/update_weights_from_tensor", "/pause", "/invocations",
                  "/docs", "/v1/completions/", "//v1/models", "/collective_rpc", "/api/jobs/"):  # fmt: skip
         answer = server.post(path, {})
         assert answer.status_code in (404, 405) and is_error(answer) and "location" not in answer.headers

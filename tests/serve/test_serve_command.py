@@ -152,6 +152,7 @@ def test_flags_keys_and_schema_are_the_same(smelt_here: Smelt) -> None:  # noqa:
     for content in ({"prot": 1}, {"port": 70000}, {"kv_cache_dtype": "int2"}):
         assert not validator.is_valid(content)
     words = set(smelt_here("serve", "--help").out.replace("/", " ").replace(":", " ").split())
+    words = {word.rstrip(".,") for word in words}
     flags = {word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
     assert set(schema["properties"]) == {flag for flag in flags if not flag.startswith("no_")} - {"config", "help"}
     dtypes = schema["properties"]["kv_cache_dtype"]["anyOf"][0]["enum"]

@@ -26,6 +26,7 @@ EXTRAS = {
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "signing": ("cryptography",),
     "ray": ("ray",),
+    "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
     "docs": ("mkdocs", "material"),
 }
 # Instruction sets that decide which kernels run and how fast.
@@ -62,13 +63,21 @@ def describe_environment() -> dict[str, Any]:
     return {
         "machine": machine(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "extras": [extra for extra, names in EXTRAS.items() if all(importlib.util.find_spec(name) for name in names)],
+        "extras": [extra for extra, names in EXTRAS.items() if all(map(_is_installed, names))],
         "cpu_features": _cpu_features(),
         "gpus": _gpus(),
         "compiler": _compiler(),
         "kernels": {"CPU": _cpu_kernels(), "GPU": _gpu_kernels()},
         "cache": str(cache_folder()),
     }
+
+
+def _is_installed(module: str) -> bool:
+    """Return whether a module can be imported; it may be in a package that is not installed."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _version(package: str) -> str | None:

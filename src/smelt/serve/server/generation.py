@@ -206,10 +206,13 @@ class Generation:
             message = f"the structured output was not compiled within {seconds:g} seconds; simplify it, or try again."
             raise ApiError(400, message, param=self.constraint_param) from None
         except RequestError as error:
-            self.close("error")
+            self.close()
             raise ApiError(400, str(error), param=self.constraint_param) from error
-        except BaseException:  # the engine died, or the client is gone
+        except WorkerDiedError:
             self.close("error")
+            raise
+        except BaseException:  # the client is gone
+            self.close()
             raise
 
     def _start_stream(self) -> TokenStream:
