@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 _BEGINNING = """
-import sys, time
+import socket, sys, time
 from smelt.serve.worker.messages import *
-pipe = Pipe(int(sys.argv[1]))
+pipe = Pipe(socket.socket(fileno=int(sys.argv[1])))
 start = pipe.receive()
 state = dict.fromkeys(("running", "waiting", "blocks_used", "steps", "computed_tokens", "preemptions", "prompt_tokens",
                        "cached_tokens", "generated_tokens"), 0) | {"blocks": 8}

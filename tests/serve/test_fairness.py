@@ -21,6 +21,7 @@ from smelt.serve.server.errors import ApiError
 from smelt.serve.server.metrics import ServerMetrics
 from smelt.serve.server.rate_limit import RateLimits
 from smelt.serve.server.service import AdmissionControl
+from smelt.serve.server.shared_table import SharedTable
 from tests.serve.server_process import PATIENCE, Server, start
 
 KEYS = {"greedy": "the-greedy-key", "modest": "the-modest-key", "limited": "the-limited-key"}
@@ -120,7 +121,7 @@ class Clock:
 def test_rate_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(rate_limit, "time", clock)
-    limits = RateLimits({b"k": ApiKey("k", rpm=2, tpm=120), b"free": ApiKey("free")})
+    limits = RateLimits({b"k": ApiKey("k", rpm=2, tpm=120), b"free": ApiKey("free")}, SharedTable(2))
     limits.admit_request(b"k")
     limits.admit_request(b"k")
     with pytest.raises(ApiError) as refused:
@@ -141,7 +142,7 @@ def test_rate_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_key_cannot_fill_the_queue() -> None:
-    admission = AdmissionControl(100, ServerMetrics("x", 64), num_keys=3)
+    admission = AdmissionControl(100, ServerMetrics("x", 64), SharedTable(3), [b"a", b"b", b"c"])
 
     def fill(key: bytes) -> int:
         count = 0
@@ -157,7 +158,7 @@ def test_one_key_cannot_fill_the_queue() -> None:
     assert counts[0] == 75 and all(count >= 1 for count in counts)
     admission.release(75, b"a")
     assert fill(b"a") > 0
-    alone = AdmissionControl(100, ServerMetrics("x", 64), num_keys=1)
+    alone = AdmissionControl(100, ServerMetrics("x", 64), SharedTable(1), [b"a"])
     alone.acquire(100, b"a")
 
 

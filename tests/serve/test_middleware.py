@@ -19,7 +19,9 @@ from smelt.errors import SmeltError
 from smelt.serve.server import auth
 from smelt.serve.server.auth import check_binding, find_key, is_loopback, read_keys
 from smelt.serve.server.middleware import RequestGuard
+from smelt.serve.server.rate_limit import RateLimits
 from smelt.serve.server.settings import ServerLimits, ServerSettings
+from smelt.serve.server.shared_table import SharedTable
 from tests.serve.conftest import KEYS
 from tests.serve.server_process import Server
 
@@ -186,7 +188,7 @@ def guard_status(settings: ServerSettings, messages: list[dict[str, Any]], heade
             assert set(json.loads(message["body"])["error"]) == {"message", "type", "param", "code"}
 
     scope = {"type": "http", "headers": headers, "raw_path": b"/", "query_string": b"", "method": "POST", "path": "/"}
-    asyncio.run(RequestGuard(app, settings)(scope, receive, send))
+    asyncio.run(RequestGuard(app, settings, RateLimits(settings.keys, SharedTable()))(scope, receive, send))
     return statuses[0] if statuses else 0
 
 
@@ -225,6 +227,8 @@ def test_internal_errors_reveal_nothing_of_the_request(caplog: pytest.LogCapture
         "query_string": b"",
         "method": "GET",
     }
-    asyncio.run(RequestGuard(app, ServerSettings("x"))({**scope, "path": "/"}, receive, send))
+    asyncio.run(
+        RequestGuard(app, ServerSettings("x"), RateLimits({}, SharedTable()))({**scope, "path": "/"}, receive, send)
+    )
     assert sent[0]["status"] == 500 and b"secret" not in sent[1]["body"]
     assert "secret" not in caplog.text

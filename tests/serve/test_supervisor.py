@@ -17,7 +17,7 @@ from smelt.serve.server.settings import ServerLimits
 from smelt.serve.server.supervisor import EngineSupervisor
 from smelt.serve.worker import loop
 from smelt.serve.worker.client import EngineClient, OtherModelError, WorkerDiedError
-from smelt.serve.worker.messages import StartEngine, StartFailed, pipe_pair
+from smelt.serve.worker.messages import Heartbeat, StartEngine, StartFailed, pipe_pair
 from tests.serve.fake_engine import fake_engine_command
 from tests.serve.server_process import PATIENCE
 
@@ -66,7 +66,8 @@ def test_the_real_process_reports_why_it_cannot_start(monkeypatch: pytest.Monkey
     ours.send(StartEngine("/there/is/nothing"))
     with pytest.raises(SystemExit, match="2"):
         loop.main()
-    failed = ours.receive()
+    while isinstance(failed := ours.receive(), Heartbeat):
+        continue
     assert isinstance(failed, StartFailed) and failed.message.startswith("no model at /there/is/nothing")
 
 

@@ -5,6 +5,7 @@ hangs are covered by test_lifecycle.py.
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -20,7 +21,7 @@ from smelt.serve.worker.client import EngineClient, TokenEvent, TokenStream, Wor
 from smelt.serve.worker.loop import EngineWorker
 from smelt.serve.worker.messages import (
     AbortSample,
-    Pipe,
+    Channel,
     SampledToken,
     StartEngine,
     StepOutput,
@@ -126,24 +127,31 @@ def test_a_process_and_its_client(model_folder: Path) -> None:
     asyncio.run(main())
 
 
-class ScriptedPipe:
-    """The worker's end of a pipe, on which each message arrives after so many steps; it closes when all have ended."""
+class ScriptedChannel:
+    """The worker's end of a connection: each message arrives after so many steps; it closes when all have ended."""
 
     def __init__(self, messages: dict[int, WorkerMessage]) -> None:
         self.messages, self.num_steps = messages, 0
         self.tokens: list[SampledToken] = []
+        self.closed = False
+        self._socket, self._other = socket.socketpair()
+        self._other.send(b"x")  # it can be read when there is something to receive
 
-    def poll(self, timeout: float | None) -> bool:
-        due = self.num_steps in self.messages
-        if timeout is None and not due:
-            raise EOFError
-        return due
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
-    def receive(self) -> WorkerMessage:
-        message = self.messages.pop(self.num_steps)
+    def wait(self) -> WorkerMessage:
+        return self.messages.pop(0)
+
+    def receive(self) -> list[WorkerMessage]:
+        self.closed = not self._socket.recv(1)
+        message = None if self.closed else self.messages.pop(self.num_steps)
         if isinstance(message, AbortSample):
             self.counts_at_abort = self.counts()
-        return message
+        return [] if message is None else [message]
+
+    def flush(self) -> bool:
+        return True
 
     def counts(self) -> list[int]:
         """Return how many tokens each of three samples has."""
@@ -153,11 +161,15 @@ class ScriptedPipe:
         if isinstance(message, StepOutput) and message.tokens:
             self.num_steps += 1
             self.tokens += message.tokens
+            if self.num_steps in self.messages:
+                self._other.send(b"x")
+            if sum(bool(token.reason) for token in self.tokens) == 2:
+                self._other.close()
 
 
 def test_an_aborted_sample_is_computed_no_further(model_folder: Path) -> None:
     sampling = asdict(SamplingParams(max_tokens=40, n=3, seed=1, ignore_eos=True))
-    pipe = ScriptedPipe({0: StartEngine(str(model_folder), {"kv_cache_bytes": 10**7})})
+    pipe = ScriptedChannel({0: StartEngine(str(model_folder), {"kv_cache_bytes": 10**7})})
     worker = EngineWorker(pipe)  # type: ignore[arg-type]
     pipe.messages = {0: SubmitRequest("x", PROMPTS[0], sampling), 7: AbortSample("x", 1)}
     with pytest.raises(EOFError):
@@ -171,5 +183,5 @@ def test_the_engine_receives_the_model_by_name(model_folder: Path, monkeypatch: 
     monkeypatch.setenv("HOME", str(model_folder.parent))
     ours, theirs = pipe_pair()
     ours.send(StartEngine(f"~/{model_folder.name}", {"kv_cache_bytes": 10**6}))
-    loop = EngineWorker(Pipe(theirs.detach()))
+    loop = EngineWorker(Channel(theirs))
     assert loop.engine.model.source == f"~/{model_folder.name}" and loop.folder == str(model_folder)

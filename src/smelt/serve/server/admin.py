@@ -13,11 +13,9 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from smelt.errors import RequestError, SmeltError
 from smelt.serve.server.errors import ApiError
 from smelt.serve.server.schemas import StrictModel, register_fields
 from smelt.serve.server.service import Service
-from smelt.serve.worker.client import WorkerDiedError
 
 router = APIRouter()
 
@@ -38,35 +36,16 @@ register_fields(LoadLoraRequest, UnloadLoraRequest)
 async def load_lora_adapter(body: LoadLoraRequest, request: Request) -> Response:
     service, name = _service(request, "allow_lora_updates"), body.lora_name
     folder = await asyncio.to_thread(_adapter_folder, body.lora_path, service.settings.lora_roots)
-    async with service.changing:
-        if name in service.names:
-            raise ApiError(
-                400, "a model or adapter of that name is served already; unload it first.", param="lora_name"
-            )
-        try:
-            await service.require_engine().load_adapter(name, folder)
-        except (RequestError, WorkerDiedError):
-            raise
-        except SmeltError as error:
-            raise ApiError(400, str(error), param="lora_path") from error
-        service.adapters[name] = folder
+    if name == service.name:
+        raise ApiError(400, "that is the name of the model; choose another.", param="lora_name")
+    await service.require_supervisor().load_adapter(name, folder)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 
 @router.post("/v1/unload_lora_adapter")
 async def unload_lora_adapter(body: UnloadLoraRequest, request: Request) -> Response:
     service, name = _service(request, "allow_lora_updates"), body.lora_name
-    async with service.changing:
-        folder = service.adapters.pop(name, None)  # from now on no request can begin to use it
-        if folder is None:
-            raise ApiError(404, "this server has no adapter of that name.", param="lora_name", code="model_not_found")
-        try:
-            await service.require_engine().unload_adapter(name)
-        except SmeltError as error:
-            service.adapters[name] = folder
-            if isinstance(error, WorkerDiedError):
-                raise
-            raise ApiError(409, str(error), param="lora_name", code="adapter_in_use") from error
+    await service.require_supervisor().unload_adapter(name)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
 
@@ -76,23 +55,14 @@ async def sleep(request: Request, level: int = 1) -> Response:
     service = _service(request, "enable_sleep_mode")
     if level not in (1, 2):
         raise ApiError(400, "level is 1 or 2.", param="level")
-    async with service.changing:
-        supervisor = service.require_supervisor()
-        if service.admission.admitted and not supervisor.asleep:
-            message = "requests are running; wait until they have ended before the engine sleeps."
-            raise ApiError(409, message, code="engine_busy", headers={"retry-after": "5"})
-        await supervisor.sleep()
+    await service.require_supervisor().sleep()
     return Response()
 
 
 @router.post("/wake_up")
 async def wake_up(request: Request) -> Response:
     service = _service(request, "enable_sleep_mode")
-    async with service.changing:
-        try:
-            await service.require_supervisor().wake_up()
-        except SmeltError as error:
-            raise ApiError(503, f"the engine could not be started: {error}", code="engine_down") from error
+    await service.require_supervisor().wake_up()
     return Response()
 
 

@@ -44,4 +44,4 @@ def create_app(service: Service, sinks: Sequence[RecordSink] = ()) -> ASGIApp:
         app.add_exception_handler(error, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_validation_error)
-    return RequestRecorder(RequestGuard(app, service.settings), sinks)
+    return RequestRecorder(RequestGuard(app, service.settings, service.rate_limits), sinks)

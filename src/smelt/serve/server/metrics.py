@@ -6,6 +6,7 @@ from collections import deque
 from typing import Any
 
 from smelt.serve.server.prometheus import Counter, Gauge, Histogram, render
+from smelt.serve.server.shared_table import SharedTable
 
 FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -24,9 +25,9 @@ def length_buckets(max_model_len: int) -> list[int]:
 
 
 class ServerMetrics:
-    """All metrics of one server."""
+    """All metrics of one server, whose processes count in a table that they share."""
 
-    def __init__(self, model: str, max_model_len: int) -> None:
+    def __init__(self, model: str, max_model_len: int, table: SharedTable | None = None) -> None:
         self.model = model
         lengths = length_buckets(max_model_len)
         self.running = Gauge("vllm:num_requests_running", "Sequences in the running batch.")
@@ -75,6 +76,9 @@ class ServerMetrics:
         self._last_state: dict[str, int] = {}
         self.history: deque[dict[str, float]] = deque(maxlen=HISTORY_SECONDS)
         self._last_tokens = 0.0
+        if table is not None:
+            for metric in self._metrics():
+                metric.cells = table.allocate(metric.num_cells)
 
     def update_engine_state(self, state: dict[str, int]) -> None:
         """Take a state that the engine reported; its counts restart at 0 with its process."""
@@ -116,8 +120,10 @@ class ServerMetrics:
 
     def render(self) -> str:
         """Return the response of /metrics."""
-        metrics = [metric for metric in vars(self).values() if isinstance(metric, Counter | Gauge | Histogram)]
-        return render(metrics, {"model_name": self.model})
+        return render(self._metrics(), {"model_name": self.model})
+
+    def _metrics(self) -> list[Counter | Gauge | Histogram]:
+        return [metric for metric in vars(self).values() if isinstance(metric, Counter | Gauge | Histogram)]
 
     def snapshot(self) -> dict[str, Any]:
         """Return plain values for the live page."""
@@ -126,11 +132,15 @@ class ServerMetrics:
                   "restarts", "refused", "embeddings")  # fmt: skip
         latencies = ("time_to_first_token", "inter_token_latency", "e2e_latency", "queue_time")
         return {
-            **{name: getattr(self, name).value for name in values},
+            **{name: _plain(getattr(self, name).value) for name in values},
             "finished": self.finished.values,
             "latency": {name: getattr(self, name).snapshot() for name in latencies},
             "history": list(self.history),
         }
+
+
+def _plain(value: float) -> float:
+    return int(value) if value.is_integer() else value
 
 
 def _request_time(name: str, interval: str) -> Histogram:

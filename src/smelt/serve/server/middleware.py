@@ -61,9 +61,9 @@ class RequestRecorder:
 class RequestGuard:
     """Wrap the whole application: no route bypasses it."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, rate_limits: RateLimits) -> None:
         self.app, self.keys, self.limits, self.root_path = app, settings.keys, settings.limits, settings.root_path
-        self.local, self.rate_limits = is_loopback(settings.host), RateLimits(settings.keys)
+        self.local, self.rate_limits = is_loopback(settings.host), rate_limits
         self.allowed_origins = frozenset(origin.encode() for origin in settings.allowed_origins)
         self._with_cors = CORSMiddleware(  # answers preflight requests itself
             self._handle, allow_origins=settings.allowed_origins, allow_methods=("GET", "POST"), allow_headers=("*",),

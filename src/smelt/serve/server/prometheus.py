@@ -1,10 +1,15 @@
-"""Counters, gauges and histograms, and their Prometheus text format."""
+"""Counters, gauges and histograms, and their Prometheus text format.
+
+Their numbers are in cells, which the processes of a server may share; what is read is the sum over all processes.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+from smelt.serve.server.shared_table import private_cells
 
 
 def _labels(pairs: dict[str, str]) -> str:
@@ -24,10 +29,15 @@ class Gauge:
     type = "gauge"
 
     def __init__(self, name: str, documentation: str) -> None:
-        self.name, self.documentation, self.value = name, documentation, 0.0
+        self.name, self.documentation, self.num_cells = name, documentation, 1
+        self.cells = private_cells(self.num_cells)
 
     def set(self, value: float) -> None:
-        self.value = value
+        self.cells.own[0] = value
+
+    @property
+    def value(self) -> float:
+        return self.cells.total(0)
 
     def lines(self, labels: dict[str, str]) -> Iterator[str]:
         yield f"{self.name}{_labels(labels)} {_number(self.value)}"
@@ -40,14 +50,20 @@ class Counter:
 
     def __init__(self, name: str, documentation: str, label: str = "", label_values: Sequence[str] = ("",)) -> None:
         self.name, self.documentation, self.label = f"{name}_total", documentation, label
-        self.values: dict[str, float] = dict.fromkeys(label_values, 0)
+        self._columns = {label_value: column for column, label_value in enumerate(label_values)}
+        self.num_cells = len(self._columns)
+        self.cells = private_cells(self.num_cells)
 
     def inc(self, amount: float = 1, label: str = "") -> None:
-        self.values[label] = self.values.get(label, 0) + amount
+        self.cells.own[self._columns[label]] += amount
+
+    @property
+    def values(self) -> dict[str, float]:
+        return {label: self.cells.total(column) for label, column in self._columns.items()}
 
     @property
     def value(self) -> float:
-        return sum(self.values.values())
+        return sum(self.cells.totals())
 
     def lines(self, labels: dict[str, str]) -> Iterator[str]:
         for label_value, count in self.values.items():
@@ -62,12 +78,20 @@ class Histogram:
 
     def __init__(self, name: str, documentation: str, buckets: Sequence[float]) -> None:
         self.name, self.documentation, self.buckets = name, documentation, list(buckets)
-        self.counts = [0] * (len(self.buckets) + 1)  # the last: above every bucket
-        self.sum = 0.0
+        self.num_cells = len(self.buckets) + 2  # counts per bucket, the count above every bucket, and the sum of values
+        self.cells = private_cells(self.num_cells)
 
     def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.buckets, value)] += times
-        self.sum += value * times
+        self.cells.own[bisect_left(self.buckets, value)] += times
+        self.cells.own[-1] += value * times
+
+    @property
+    def counts(self) -> list[int]:
+        return [int(count) for count in self.cells.totals()[:-1]]
+
+    @property
+    def sum(self) -> float:
+        return self.cells.total(self.num_cells - 1)
 
     @property
     def count(self) -> int:

@@ -9,8 +9,9 @@ import resource
 import signal
 import socket
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -25,6 +26,7 @@ from smelt.serve.server.errors import ApiError
 from smelt.serve.server.middleware import RecordSink
 from smelt.serve.server.service import Service, SupervisorFactory, supervise_subprocess
 from smelt.serve.server.settings import ServerSettings, TlsFiles
+from smelt.serve.server.shared_table import SharedTable
 
 logger = logging.getLogger(__name__)
 KEEP_ALIVE_SECONDS = 5  # that an idle connection stays open
@@ -33,13 +35,39 @@ KEEP_ALIVE_SECONDS = 5  # that an idle connection stays open
 def serve(settings: ServerSettings, supervisor_factory: SupervisorFactory = supervise_subprocess) -> int:
     """Serve until a signal arrives. Return the exit code: 0, or 1 if the engine died too often."""
     check_binding(settings.host, settings.keys)
+    if settings.tls is not None:
+        tls_context(settings.tls)
+    set_up_logging()
+    if settings.api_server_count > 1:
+        from smelt.serve.server.api_processes import ApiProcesses
+
+        return ApiProcesses(settings).run()
+    with bind_socket(settings.host, settings.port) as listener:
+        return run_http_server(settings, listener, supervisor_factory)
+
+
+def run_http_server(
+    settings: ServerSettings, listener: socket.socket, supervisor_factory: SupervisorFactory,
+    table: SharedTable | None = None, on_serving: Callable[[], None] | None = None,
+) -> int:  # fmt: skip
+    """Serve HTTP in this process until a signal arrives; return the exit code.
+
+    By default it is the only process of its server and says where it listens; else `on_serving` is called instead.
+    """
+    raise_file_limit()
     tls = None if settings.tls is None else tls_context(settings.tls)
-    _set_up_logging()
-    _raise_file_limit()
     with ExitStack() as stack:
-        listener = stack.enter_context(bind_socket(settings.host, settings.port))
         sinks = _record_sinks(settings, stack)
-        return asyncio.run(_ServerRun(settings, listener, supervisor_factory, tls, sinks).run())
+        service = Service(settings, supervisor_factory, table)
+        run = _ServerRun(service, listener, tls, sinks, on_serving or partial(log_address, settings, listener))
+        return asyncio.run(run.run())
+
+
+def log_address(settings: ServerSettings, listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    address = f"[{host}]" if ":" in host else host
+    scheme = "http" if settings.tls is None else "https"
+    logger.info("%s is served at %s://%s:%d (Ctrl-C stops it)", settings.served_name, scheme, address, port)
 
 
 def _record_sinks(settings: ServerSettings, stack: ExitStack) -> list[RecordSink]:
@@ -74,12 +102,12 @@ def tls_context(files: TlsFiles) -> ssl.SSLContext:
 
 class _ServerRun:
     def __init__(
-        self, settings: ServerSettings, listener: socket.socket, supervisor_factory: SupervisorFactory,
-        tls: ssl.SSLContext | None, sinks: Sequence[RecordSink],
+        self, service: Service, listener: socket.socket, tls: ssl.SSLContext | None, sinks: Sequence[RecordSink],
+        on_serving: Callable[[], None],
     ) -> None:  # fmt: skip
-        self.settings, self.listener, self.tls, self.sinks = settings, listener, tls, sinks
+        self.service, self.settings = service, service.settings
+        self.listener, self.tls, self.sinks, self.on_serving = listener, tls, sinks, on_serving
         self.stopping = asyncio.Event()
-        self.service = Service(settings, supervisor_factory)
         self.server: _Uvicorn | None = None
 
     async def run(self) -> int:
@@ -120,11 +148,8 @@ class _ServerRun:
         tasks = [asyncio.create_task(self._record_history())]
         if service.supervisor is not None:
             tasks += [asyncio.create_task(service.supervisor.watch()), asyncio.create_task(self._exit_when_given_up())]
-        host, port = self.listener.getsockname()[:2]
-        address = f"[{host}]" if ":" in host else host
         self.listener.listen(config.backlog)  # before the message, since a client may connect as soon as it reads it
-        scheme = "http" if self.tls is None else "https"
-        logger.info("%s is served at %s://%s:%d (Ctrl-C stops it)", service.name, scheme, address, port)
+        self.on_serving()
         await self.server.serve(sockets=[self.listener])
         for task in tasks:
             task.cancel()
@@ -170,25 +195,27 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def bind_socket(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     """Bind a socket before the model is loaded, since the port may be taken; it does not listen yet."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
     except OSError as error:
         raise SmeltError(f"cannot listen on {host} port {port} ({error.strerror}); choose another port.") from error
     return listener
 
 
-def _set_up_logging() -> None:
+def set_up_logging() -> None:
     """Log starts, stops and crashes to standard error; never anything of a request."""
     show_logs(prefix="smelt: ")
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
 
-def _raise_file_limit() -> None:
+def raise_file_limit() -> None:
     """Allow more open files: every connection needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,31 +17,38 @@ from smelt.serve.server.metrics import ServerMetrics
 from smelt.serve.server.parsers import OutputFormat, select_format
 from smelt.serve.server.rate_limit import RateLimits
 from smelt.serve.server.settings import ServeConfig, ServerSettings
-from smelt.serve.server.supervisor import EngineSupervisor
+from smelt.serve.server.shared_table import SharedTable
+from smelt.serve.server.supervisor import EngineSupervisor, Supervisor
 from smelt.serve.server.tokenization import AsyncTokenizer
-from smelt.serve.worker.client import EngineClient, Observer, OtherModelError
+from smelt.serve.worker.client import EngineClient, EngineConnection, Observer, OtherModelError
 from smelt.version import __version__
 
 if TYPE_CHECKING:
     from smelt.serve.encoder import Encoder
 
 FREE_SHARE = 3  # of several keys one alone can hold three quarters of the queue, two 3/7 each, ...
-SupervisorFactory = Callable[[ServerSettings, Observer, dict[str, Any]], EngineSupervisor]  # the last: engine options
+SupervisorFactory = Callable[[ServerSettings, Observer, dict[str, Any]], Supervisor]  # the last: engine options
 
 
 def supervise_subprocess(settings: ServerSettings, observe: Observer, options: dict[str, Any]) -> EngineSupervisor:
     """Run one engine in a subprocess."""
     client = EngineClient(settings.model, observe=observe, device=settings.device, **options)
-    return EngineSupervisor(client, settings.limits)
+    return EngineSupervisor(client, settings.limits, settings.adapters)
 
 
 class AdmissionControl:
     """Bound the sequences that run and wait, so that the queue cannot grow without limit."""
 
-    def __init__(self, capacity: int, metrics: ServerMetrics, num_keys: int = 0) -> None:
-        self.capacity, self.admitted, self.closed = capacity, 0, False
-        self._metrics, self._shared = metrics, num_keys > 1
-        self._admitted_by_key: Counter[bytes] = Counter()
+    def __init__(self, capacity: int, metrics: ServerMetrics, table: SharedTable, keys: Collection[bytes] = ()) -> None:
+        self.capacity, self.closed = capacity, False
+        self._metrics, self._shared = metrics, len(keys) > 1
+        self._columns = {key: column for column, key in enumerate([b"", *keys])}  # without a key: the first
+        self._cells = table.allocate(len(self._columns))
+
+    @property
+    def admitted(self) -> int:
+        """How many sequences run or wait, over all processes."""
+        return int(sum(self._cells.totals()))
 
     def check(self, sequences: int, key: bytes = b"") -> None:
         """Refuse a request for which there is no room now.
@@ -54,14 +60,15 @@ class AdmissionControl:
             raise ApiError(503, "the server is shutting down.", code="shutting_down")
         if sequences > self.capacity:
             raise ApiError(400, f"the request asks for {sequences:,} answers; at most {self.capacity:,} are accepted.")
-        if self.admitted + sequences > self.capacity:
+        admitted = self.admitted
+        if admitted + sequences > self.capacity:
             self._metrics.refused.inc()
             raise ApiError(
-                429, f"the queue is full: {self.admitted:,} answers are running or waiting; try again later.",
+                429, f"the queue is full: {admitted:,} answers are running or waiting; try again later.",
                 code="queue_full", headers={"retry-after": "1"},
             )  # fmt: skip
-        held = self._admitted_by_key[key] if self._shared and key else 0
-        if held and held + sequences > FREE_SHARE * (self.capacity - self.admitted):
+        held = int(self._cells.total(self._columns[key])) if self._shared and key else 0
+        if held and held + sequences > FREE_SHARE * (self.capacity - admitted):
             self._metrics.refused.inc()
             raise ApiError(
                 429, f"{held:,} answers of this API key are running or waiting, and others need room; try again later.",
@@ -70,12 +77,14 @@ class AdmissionControl:
 
     def acquire(self, sequences: int, key: bytes = b"") -> None:
         self.check(sequences, key)
-        self.admitted += sequences
-        self._admitted_by_key[key] += sequences
+        self._cells.own[self._columns[key]] += sequences
 
     def release(self, sequences: int, key: bytes = b"") -> None:
-        self.admitted -= sequences
-        self._admitted_by_key[key] -= sequences
+        self._cells.own[self._columns[key]] -= sequences
+
+    def forget_process(self, row: int) -> None:
+        """Release all that a process held when it died."""
+        self._cells.clear(row)
 
     def close(self) -> None:
         """Admit no more requests."""
@@ -83,17 +92,22 @@ class AdmissionControl:
 
 
 class Service:
-    """One served model: a language model run by an engine in a subprocess, or an encoder run in a thread."""
+    """One served model: a language model run by an engine in a subprocess, or an encoder run in a thread.
 
-    def __init__(self, settings: ServerSettings, supervisor_factory: SupervisorFactory = supervise_subprocess) -> None:
+    `table` is where the processes of a server share their counts.
+    """
+
+    def __init__(
+        self, settings: ServerSettings, supervisor_factory: SupervisorFactory = supervise_subprocess,
+        table: SharedTable | None = None,
+    ) -> None:  # fmt: skip
         self.settings, self.limits, self._supervisor_factory = settings, settings.limits, supervisor_factory
-        self.name = settings.name or Path(settings.model).name
+        self._table = table or SharedTable(len(settings.keys))
+        self.name = settings.served_name
         self.created = int(time.time())
         identity = f"{settings.model} {self.name} {__version__}"
         self.system_fingerprint = f"fp_{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
-        self.changing = asyncio.Lock()  # held while adapters change or the engine goes to sleep
-        self.adapters = dict(settings.adapters)  # LoRA adapters served now: folders by name
-        self.supervisor: EngineSupervisor | None = None
+        self.supervisor: Supervisor | None = None
         self.encoder: Encoder | None = None
         self.max_model_len = self.vocab_size = 0
         self.metrics: ServerMetrics
@@ -104,9 +118,7 @@ class Service:
 
     async def start(self) -> None:
         """Load everything. The engine's process starts first, so that both processes import in parallel."""
-        options = {**self.settings.engine, "max_num_seqs": self._max_num_seqs, "max_queued": self._capacity}
-        options["adapters"] = dict(self.settings.adapters)
-        supervisor = self._supervisor_factory(self.settings, self._observe, options)
+        supervisor = self._supervisor_factory(self.settings, self._observe, engine_options(self.settings))
         client = supervisor.client
         loading = asyncio.create_task(supervisor.start())
         try:
@@ -127,8 +139,7 @@ class Service:
         if tokenizer is None:
             raise ModelError(f"{self.settings.model} has no tokenizer, which serving needs.")
         self._set_up(tokenizer, engine.max_request_tokens - 1)
-        supervisor.metrics = self.metrics
-        self.metrics.update_engine_state(client.state)
+        supervisor.count_in(self.metrics, lambda: self.admission.admitted)
 
     async def _start_encoder(self, path: str, task: str) -> None:
         from smelt.serve.encoder import Encoder
@@ -139,33 +150,24 @@ class Service:
         self.max_model_len, self.vocab_size = self.encoder.max_model_len, self.encoder.vocab_size
         self._set_up(self.encoder.tokenizer, self.max_model_len)
 
-    @property
-    def _max_num_seqs(self) -> int:
-        return int(self.settings.engine.get("max_num_seqs") or ServeConfig.max_num_seqs)
-
-    @property
-    def _capacity(self) -> int:
-        """How many sequences may run or wait, over all replicas."""
-        return self._max_num_seqs * self.settings.replicas + self.limits.max_queued
-
     def _set_up(self, tokenizer: Any, max_prompt_tokens: int) -> None:
-        self.metrics = ServerMetrics(self.name, self.max_model_len)
+        self.metrics, self.admission, self.rate_limits = shared_counts(
+            self.settings, self.name, self.max_model_len, self._table
+        )
         self.tokenizer = AsyncTokenizer(tokenizer, max_prompt_tokens)
         names = self.settings.tool_call_parser, self.settings.reasoning_parser
         self.output_format = select_format(self.tokenizer.template, self.tokenizer.added_tokens, *names)
-        self.admission = AdmissionControl(self._capacity, self.metrics, len(self.settings.keys))
-        self.rate_limits = RateLimits(self.settings.keys)
 
     def _observe(self, state: dict[str, int]) -> None:
         if hasattr(self, "metrics"):
             self.metrics.update_engine_state(state)
 
-    def require_supervisor(self) -> EngineSupervisor:
+    def require_supervisor(self) -> Supervisor:
         self.require_engine()
         assert self.supervisor is not None
         return self.supervisor
 
-    def require_engine(self) -> EngineClient:
+    def require_engine(self) -> EngineConnection:
         """Return the engine's client; refuse the request if the model is an encoder, which has none."""
         if self.supervisor is None:
             raise ApiError(400, f"{self.name} is an encoder and generates no text; use /v1/embeddings.", param="model")
@@ -182,6 +184,11 @@ class Service:
     def names(self) -> list[str]:
         """Names in the API: the model and each of its adapters."""
         return [self.name, *self.adapters]
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """LoRA adapters served now: folders by name."""
+        return self.supervisor.adapters if self.supervisor is not None else {}
 
     def adapter_name(self, model: str | None) -> str | None:
         return model if model in self.adapters else None
@@ -224,6 +231,30 @@ class Service:
             await self.supervisor.client.stop()
         if hasattr(self, "tokenizer"):
             self.tokenizer.close()
+
+
+def engine_options(settings: ServerSettings) -> dict[str, Any]:
+    """Return the options of the engine, which bounds its queue as the server does."""
+    options = {**settings.engine, "max_num_seqs": _max_num_seqs(settings), "max_queued": _capacity(settings)}
+    return {**options, "adapters": dict(settings.adapters)}
+
+
+def shared_counts(
+    settings: ServerSettings, name: str, max_model_len: int, table: SharedTable
+) -> tuple[ServerMetrics, AdmissionControl, RateLimits]:
+    """Return what the processes of a server count together, allocated in the same order in each of them."""
+    metrics = ServerMetrics(name, max_model_len, table)
+    admission = AdmissionControl(_capacity(settings), metrics, table, settings.keys.keys())
+    return metrics, admission, RateLimits(settings.keys, table)
+
+
+def _max_num_seqs(settings: ServerSettings) -> int:
+    return int(settings.engine.get("max_num_seqs") or ServeConfig.max_num_seqs)
+
+
+def _capacity(settings: ServerSettings) -> int:
+    """Return how many sequences may run or wait, over all replicas."""
+    return _max_num_seqs(settings) * settings.replicas + settings.limits.max_queued
 
 
 def _import_tokenizer_loader() -> Callable[[Path], Any]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from smelt.device import resolve_device
 from smelt.errors import ConfigError
 from smelt.serve.server.access_log import check_access_log
-from smelt.serve.server.auth import Keys, check_binding, read_keys
+from smelt.serve.server.auth import ApiKey, Keys, check_binding, read_keys
 from smelt.serve.server.parsers import AUTO, NONE, REASONING_PARSERS, TOOL_CALL_PARSERS, check_parser_names
 
 
@@ -70,6 +70,25 @@ class ServerSettings:
     allow_lora_updates: bool = False
     lora_roots: tuple[str, ...] = ()  # folders that adapters may be loaded from
     enable_sleep_mode: bool = False
+    api_server_count: int = 1  # processes that serve HTTP
+
+    @property
+    def served_name(self) -> str:
+        return self.name or Path(self.model).name
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings for another process."""
+        return {**dataclasses.asdict(self), "keys": {key.hex(): vars(options) for key, options in self.keys.items()}}
+
+    @staticmethod
+    def from_json(content: dict[str, Any]) -> ServerSettings:
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
+        }
+        values["keys"] = {bytes.fromhex(key): ApiKey(**options) for key, options in content["keys"].items()}
+        values["limits"] = ServerLimits(**content["limits"])
+        values["tls"] = None if content["tls"] is None else TlsFiles(**content["tls"])
+        return ServerSettings(**values)
 
 
 def _option(default: Any, description: str, **metadata: Any) -> Any:
@@ -105,6 +124,10 @@ class ServeConfig:
     otlp_endpoint: str = _option(
         "", "Send OpenTelemetry spans there, such as http://127.0.0.1:4318 (the extra otel).", metavar="URL",
         panel="Network",
+    )  # fmt: skip
+    api_server_count: int = _option(
+        ServerSettings.api_server_count, "Processes that serve HTTP in front of the engine.",
+        minimum=1, maximum=64, panel="Network",
     )  # fmt: skip
     served_model_name: str = _option("", "Model name in the API; by default the last part of MODEL.", panel="Network")
     device: str = _option("auto", "Where to run: auto (a GPU if there is one), cpu or cuda.", panel="Engine")
@@ -229,7 +252,7 @@ class ServeConfig:
             model, self.served_model_name, self.host, self.port, keys, device, self._engine_fields(),
             _adapter_folders(self.lora_modules), limits, self.replicas, self.tool_call_parser, self.reasoning_parser,
             self.root_path, self.allowed_origins, self._tls(), self.access_log, self.otlp_endpoint,
-            self.allow_lora_updates, self.lora_root, self.enable_sleep_mode,
+            self.allow_lora_updates, self.lora_root, self.enable_sleep_mode, self.api_server_count,
         )  # fmt: skip
 
     def _max_loras(self) -> int | None:
@@ -245,6 +268,8 @@ class ServeConfig:
             raise ConfigError("--allow-lora-updates and --enable-sleep-mode work with a single engine, not replicas.")
 
     def _check_network(self) -> None:
+        if self.api_server_count > 1 and (self.replicas > 1 or self.ray_address):
+            raise ConfigError("--api-server-count works with a single engine, not replicas; leave one of them out.")
         if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)*", self.root_path):
             raise ConfigError(f"--root-path {self.root_path!r} must begin with / and not end with it, such as /llm.")
         for origin in self.allowed_origins:

@@ -74,7 +74,6 @@ async def state(request: Request) -> dict[str, Any]:
     """Return what the live page shows."""
     service: Service = request.app.state.service
     supervisor = service.supervisor
-    process = supervisor.client.process if supervisor is not None else None
     return {
         "model": service.name,
         "version": __version__,
@@ -86,7 +85,7 @@ async def state(request: Request) -> dict[str, Any]:
         "unhealthy_reason": service.unhealthy_reason,
         "admitted": service.admission.admitted,
         "capacity": service.admission.capacity,
-        "worker": process.pid if process is not None else None,
+        "worker": supervisor.client.pid if supervisor is not None else None,
         "replicas": supervisor.client.replicas if supervisor is not None else {},
         **service.metrics.snapshot(),
     }

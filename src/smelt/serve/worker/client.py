@@ -1,4 +1,4 @@
-"""The client of the engine's process: start it, submit requests, stream their tokens, check that it is alive.
+"""Clients of the engine's process: start it or connect to it, submit requests, stream their tokens, check its health.
 
 One thread reads the pipe and passes messages to the event loop, another writes; the event loop never blocks on the
 engine, not even on one that has stopped reading.
@@ -7,6 +7,7 @@ engine, not even on one that has stopped reading.
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import threading
 import time
@@ -43,6 +44,7 @@ from smelt.subprocesses import python_command, python_environment
 
 Observer = Callable[[dict[str, int]], None]
 START_SILENCE = 120.0  # seconds without a sign of life while the model is loaded; importing torch can block heartbeats
+CONNECT_SECONDS = 0.05  # between two attempts to connect to an engine
 END_SECONDS = 10.0  # for a killed process to end before another is started
 
 
@@ -78,7 +80,7 @@ class TokenEvent:
 class TokenStream:
     """The tokens of a request's answers as they arrive. `close` aborts what has not finished."""
 
-    def __init__(self, client: EngineClient, request_ids: list[str], samples: int) -> None:
+    def __init__(self, client: EngineConnection, request_ids: list[str], samples: int) -> None:
         self._client, self._request_ids, self._samples = client, request_ids, samples
         self._open = set(range(len(request_ids) * samples))
         self._queue: asyncio.Queue[TokenEvent | Exception] = asyncio.Queue()
@@ -137,17 +139,14 @@ class TokenStream:
             self._accepted.exception()  # perhaps nobody waits for it, which is no fault
 
 
-class EngineClient:
-    """One engine process, used from one event loop. `observe` is called with every state that the engine reports."""
+class EngineConnection:
+    """A connection to an engine, used from one event loop. `observe` is called with every state that it reports."""
 
-    command = tuple(python_command("-m", "smelt.serve.worker.loop"))  # and the descriptor of its pipe
-
-    def __init__(self, source: str, *, observe: Observer | None = None, **options: Any) -> None:
-        self.source, self.options, self._observe = source, options, observe
+    def __init__(self, observe: Observer | None = None) -> None:
+        self._observe = observe
         self.engine: EngineReady | None = None  # while it runs
         self.state: dict[str, int] = {}
         self.replicas: dict[str, dict[str, Any]] = {}  # status of each engine by name, if there are several
-        self.process: subprocess.Popen[bytes] | None = None
         self.lost = asyncio.Event()  # the process has ended
         self._pipe: Pipe | None = None
         self._outgoing: SimpleQueue[WorkerMessage | None] = SimpleQueue()
@@ -159,9 +158,24 @@ class EngineClient:
         self._heartbeat = Heartbeat()
         self._ready: asyncio.Future[None] | None = None
 
+    async def start(self) -> None:
+        """Connect to an engine, and wait until its model is loaded."""
+        raise NotImplementedError
+
+    async def stop(self, timeout: float = 5.0) -> None:
+        """Close the connection."""
+        self._outgoing.put(None)
+        if self._pipe is not None:
+            self._pipe.close()
+
     @property
     def alive(self) -> bool:
-        return self.process is not None and self.process.poll() is None and self.engine is not None
+        return self.engine is not None
+
+    @property
+    def pid(self) -> int | None:
+        """The engine's process."""
+        return self.engine.pid if self.engine is not None else None
 
     @property
     def silent_seconds(self) -> float:
@@ -182,26 +196,17 @@ class EngineClient:
             return f"requests wait, and no step was finished for {step_timeout:g} seconds."
         return ""
 
-    async def start(self) -> None:
-        """Start the process and wait until its model is loaded."""
-        if not await self._ended(END_SECONDS):
-            raise SmeltError("the engine's last process was killed but does not end, so its memory is not free.")
+    def _open(self, pipe: Pipe, first: WorkerMessage | None = None) -> asyncio.Future[None]:
+        """Read and write a new connection from now on; return a future of its engine being ready."""
         loop = asyncio.get_running_loop()
         self.engine, self._ready, self._outgoing = None, loop.create_future(), SimpleQueue()
-        self._heartbeat, self._last_message = Heartbeat(), time.monotonic()
+        self._heartbeat, self._last_message, self._pipe = Heartbeat(), time.monotonic(), pipe
         self.lost.clear()
-        self._pipe, theirs = pipe_pair()
-        with theirs:
-            command = [*self.command, str(theirs.fileno())]
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=python_environment())
-        self._outgoing.put(StartEngine(self.source, self.options))
-        threading.Thread(target=self._read, args=(loop, self._pipe, self._outgoing), daemon=True).start()
-        threading.Thread(target=_write, args=(self._pipe, self._outgoing), daemon=True).start()
-        while not self._ready.done():
-            await asyncio.wait([self._ready], timeout=1.0)
-            if time.monotonic() - self._last_message > START_SILENCE:
-                self.kill()
-        await self._ready
+        if first is not None:
+            self._outgoing.put(first)
+        threading.Thread(target=self._read, args=(loop, pipe, self._outgoing), daemon=True).start()
+        threading.Thread(target=_write, args=(pipe, self._outgoing), daemon=True).start()
+        return self._ready
 
     def stream(
         self, prompts: Sequence[list[int]], sampling: SamplingParams, *, priority: int = 0, salt: bytes = b"",
@@ -220,23 +225,6 @@ class EngineClient:
             self._send(SubmitRequest(request_id, prompt, asdict(sampling), priority, salt.hex(), adapter, *tenant))
         return stream
 
-    async def load_adapter(self, name: str, folder: str) -> None:
-        """Load a LoRA adapter; a process that is started later has it too."""
-        await self._change_adapter(LoadAdapter(name, folder))
-        self.options["adapters"] = {**self.options.get("adapters", {}), name: folder}
-
-    async def unload_adapter(self, name: str) -> None:
-        """Remove a LoRA adapter; raise SmeltError if requests are using it."""
-        await self._change_adapter(UnloadAdapter(name))
-        self.options["adapters"] = {key: folder for key, folder in self.options["adapters"].items() if key != name}
-
-    async def _change_adapter(self, message: LoadAdapter | UnloadAdapter) -> None:
-        if not self.alive:
-            raise WorkerDiedError("the engine is not running.")
-        self._adapter_changes.append(asyncio.get_running_loop().create_future())
-        self._send(message)
-        await self._adapter_changes[-1]
-
     def abort(self, request_id: str, sample: int) -> None:
         if self.alive:
             self._send(AbortSample(request_id, sample))
@@ -250,33 +238,6 @@ class EngineClient:
         """Fail every request with this error."""
         for stream, _ in list(self._streams.values()):
             stream.push(error)
-
-    async def stop(self, timeout: float = 5.0) -> None:
-        """Close the pipe, which ends the process; kill it if it does not end in time."""
-        self._outgoing.put(None)
-        if self._pipe is not None:
-            self._pipe.close()
-        if not await self._ended(timeout):
-            self.kill()
-            await self._ended(END_SECONDS)
-
-    async def _ended(self, timeout: float) -> bool:
-        """Wait for the process to end; return whether there is none any more."""
-        deadline = time.monotonic() + timeout
-        while self.process is not None and self.process.poll() is None:
-            if time.monotonic() >= deadline:
-                return False
-            await asyncio.sleep(0.05)
-        return True
-
-    def kill(self) -> None:
-        """Kill the process; requests that wait for it fail at once, also if the kernel cannot end it now."""
-        if self.process is not None:
-            self.process.kill()
-            show_cursor()  # its progress bars may have hidden it
-        if self._pipe is not None:
-            self._pipe.close()
-            self._on_lost(self._pipe)
 
     def _send(self, message: WorkerMessage) -> None:
         self._outgoing.put(message)
@@ -344,6 +305,102 @@ class EngineClient:
     def _finish_start(self, error: Exception | None) -> None:
         if self._ready is not None:
             _finish(self._ready, error)
+
+
+class EngineClient(EngineConnection):
+    """One engine process, which this one starts."""
+
+    command = tuple(python_command("-m", "smelt.serve.worker.loop"))  # and the descriptor of its socket
+
+    def __init__(self, source: str, *, observe: Observer | None = None, listen: str = "", **options: Any) -> None:
+        super().__init__(observe)
+        self.source, self.listen, self.options = source, listen, options
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def alive(self) -> bool:
+        return super().alive and self.process is not None and self.process.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        return self.process.pid if self.process is not None else None
+
+    async def start(self) -> None:
+        """Start the process and wait until its model is loaded."""
+        if not await self._ended(END_SECONDS):
+            raise SmeltError("the engine's last process was killed but does not end, so its memory is not free.")
+        pipe, theirs = pipe_pair()
+        with theirs:
+            command = [*self.command, str(theirs.fileno())]
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=python_environment())
+        ready = self._open(pipe, StartEngine(self.source, self.options, self.listen))
+        while not ready.done():
+            await asyncio.wait([ready], timeout=1.0)
+            if time.monotonic() - self._last_message > START_SILENCE:
+                self.kill()
+        await ready
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Load a LoRA adapter; a process that is started later has it too."""
+        await self._change_adapter(LoadAdapter(name, folder))
+        self.options["adapters"] = {**self.options.get("adapters", {}), name: folder}
+
+    async def unload_adapter(self, name: str) -> None:
+        """Remove a LoRA adapter; raise SmeltError if requests are using it."""
+        await self._change_adapter(UnloadAdapter(name))
+        self.options["adapters"] = {key: folder for key, folder in self.options["adapters"].items() if key != name}
+
+    async def _change_adapter(self, message: LoadAdapter | UnloadAdapter) -> None:
+        if not self.alive:
+            raise WorkerDiedError("the engine is not running.")
+        self._adapter_changes.append(asyncio.get_running_loop().create_future())
+        self._send(message)
+        await self._adapter_changes[-1]
+
+    async def stop(self, timeout: float = 5.0) -> None:
+        """Close the connection, which ends the process; kill it if it does not end in time."""
+        await super().stop()
+        if not await self._ended(timeout):
+            self.kill()
+            await self._ended(END_SECONDS)
+
+    async def _ended(self, timeout: float) -> bool:
+        """Wait for the process to end; return whether there is none any more."""
+        deadline = time.monotonic() + timeout
+        while self.process is not None and self.process.poll() is None:
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(0.05)
+        return True
+
+    def kill(self) -> None:
+        """Kill the process; requests that wait for it fail at once, also if the kernel cannot end it now."""
+        if self.process is not None:
+            self.process.kill()
+            show_cursor()  # its progress bars may have hidden it
+        if self._pipe is not None:
+            self._pipe.close()
+            self._on_lost(self._pipe)
+
+
+class AttachedEngine(EngineConnection):
+    """An engine that another process has started and supervises, and that listens on a Unix socket."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    async def start(self) -> None:
+        """Connect as soon as the engine listens, however long that takes."""
+        while True:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                connection.connect(self.path)
+                break
+            except OSError:
+                connection.close()
+                await asyncio.sleep(CONNECT_SECONDS)
+        await self._open(Pipe(connection))
 
 
 def _finish(future: asyncio.Future[None], error: Exception | None) -> None:

@@ -2,18 +2,24 @@
 
     python -m smelt.serve.worker.loop DESCRIPTOR      (started by `smelt.serve.worker.client`)
 
-It ends when the pipe is closed, so that no engine outlives its server. Grammars are compiled in a thread, beside steps.
+It ends when its server closes the connection, so that no engine outlives it. More clients may connect to a Unix socket:
+the processes of a server with several. Grammars are compiled in a thread, beside steps.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import selectors
 import signal
+import socket
 import sys
 import threading
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smelt.errors import SmeltError
@@ -22,11 +28,11 @@ from smelt.serve.priorities import yield_to_others
 from smelt.serve.worker.messages import (
     AbortSample,
     AdapterChanged,
+    Channel,
     EngineReady,
     Heartbeat,
     LoadAdapter,
     NotALanguageModel,
-    Pipe,
     RequestAccepted,
     RequestRejected,
     SampledToken,
@@ -45,28 +51,29 @@ if TYPE_CHECKING:
 
 HEARTBEAT_SECONDS = 0.5
 MAX_COMPILING = 64  # requests whose grammars wait to be compiled
+FLUSH_SECONDS = 0.01  # between two attempts to send to a client that reads slowly
 COMPILE_POLL_SECONDS = 0.002  # how often an idle engine looks whether one is ready
 
 
 class HeartbeatThread(threading.Thread):
-    """Tell the server that this process is scheduled, and how long its current step has run.
+    """Tell the clients that this process is scheduled, and how long its current step has run.
 
     A heartbeat does not prove that a step advances: the step's time and limit in it let the server judge that. A
     process whose server has gone ends here even if its step hangs.
     """
 
-    def __init__(self, pipe: Pipe) -> None:
+    def __init__(self, server: Channel) -> None:
         super().__init__(name="heartbeat", daemon=True)
-        self._pipe, self._stopped = pipe, threading.Event()
+        self._server, self._stopped = server, threading.Event()
+        self.channels: list[Channel] = [server]  # replaced, never changed, by the engine's thread
         self.step_timer: StepTimer | None = None  # when the engine is loaded
 
     def run(self) -> None:
-        try:
-            while not self._stopped.wait(HEARTBEAT_SECONDS):
-                timer = self.step_timer
-                self._pipe.send(Heartbeat() if timer is None else Heartbeat(timer.seconds, timer.limit))
-        except OSError:
-            if not self._stopped.is_set():
+        while not self._stopped.wait(HEARTBEAT_SECONDS):
+            timer = self.step_timer
+            for channel in self.channels:
+                channel.send(Heartbeat() if timer is None else Heartbeat(timer.seconds, timer.limit))
+            if self._server.closed and not self._stopped.is_set():
                 os._exit(0)
 
     def stop(self) -> None:
@@ -74,40 +81,44 @@ class HeartbeatThread(threading.Thread):
 
 
 class EngineWorker:
-    """One engine and its pipe."""
+    """One engine and its clients: the server that started it, and those that connect to its socket."""
 
-    def __init__(self, pipe: Pipe, heartbeat: HeartbeatThread | None = None) -> None:
+    def __init__(self, server: Channel, heartbeat: HeartbeatThread | None = None) -> None:
         from smelt.models.load import resolve, skeleton
         from smelt.models.model import Model
         from smelt.progress import progress_bars
         from smelt.serve.engine.engine import Engine
 
-        start = pipe.receive()
+        start = server.wait()
         assert isinstance(start, StartEngine)
-        self.pipe, self.folder = pipe, str(resolve(start.model))
+        self.server, self.folder = server, str(resolve(start.model))
         task = Model(skeleton(self.folder)).task
         if task != "language":
-            pipe.send(NotALanguageModel(self.folder, task))
+            server.send(NotALanguageModel(self.folder, task))
             raise EOFError
         # By name, not by folder: a bundled model's name also says in which format it is served.
         with progress_bars() as progress:
             for name in progress.track([start.model], "loading the model"):
                 self.engine = Engine(name, **start.options)
             self.engine.warmup(progress=progress)
-        self._samples: dict[str, list[Request | None]] = {}  # by request id; None: this sample has finished
-        self._ids: dict[Request, tuple[str, int]] = {}
+        self._samples: dict[tuple[Channel, str], list[Request | None]] = {}  # by request; None: it has finished
+        self._ids: dict[Request, tuple[Channel, str, int]] = {}
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars", initializer=yield_to_others)
-        self._compiling: deque[tuple[SubmitRequest, Future[object]]] = deque()  # in the order of arrival
-        if heartbeat is not None:
-            heartbeat.step_timer = self.engine.step_timer
-        pipe.send(self._ready())
+        self._compiling: deque[tuple[Channel, SubmitRequest, Future[object]]] = deque()  # in the order of arrival
+        self._heartbeat = heartbeat or HeartbeatThread(server)
+        self._heartbeat.step_timer = self.engine.step_timer
+        self._channels: list[Channel] = []
+        self._selector = selectors.DefaultSelector()
+        if start.listen:
+            self._selector.register(_listen(start.listen), selectors.EVENT_READ)
+        self._add_client(server)
         self._compiler.submit(self.engine.grammar_compiler.prepare)
 
     def run(self) -> None:
+        """Serve until the server closes its connection; then raise EOFError."""
         gc.freeze()  # else a full collection would go over everything that was imported, in the middle of a step
         while True:
-            while self.pipe.poll(self._idle_seconds()):
-                self.handle(self.pipe.receive())
+            self._receive()
             self._submit_compiled()
             if not self.engine.busy:
                 continue
@@ -115,50 +126,102 @@ class EngineWorker:
             events = self.engine.step()
             state = self.engine.state()
             if events or state["computed_tokens"] != computed:  # a step that did nothing is no sign of life
-                self.pipe.send(StepOutput(state, [self._token(event) for event in events if self._is_answer(event)]))
+                self._send_tokens(events, state)
             for event in events:
                 if event.request.error and event.request in self._ids:
-                    self.pipe.send(RequestRejected(self._ids[event.request][0], event.request.error))
+                    channel, request_id, _ = self._ids[event.request]
+                    channel.send(RequestRejected(request_id, event.request.error))
                 if event.reason:
                     self._remove(event.request)
 
+    def _receive(self) -> None:
+        """Handle what clients have sent; wait for it if there is nothing else to do."""
+        while ready := self._selector.select(self._idle_seconds()):
+            for key, _ in ready:
+                if key.data is None:
+                    assert isinstance(key.fileobj, socket.socket)
+                    self._add_client(Channel(key.fileobj.accept()[0]))
+                    continue
+                for message in key.data.receive():
+                    self.handle(key.data, message)
+            self._remove_lost_clients()
+        self._remove_lost_clients()
+
+    def _remove_lost_clients(self) -> None:
+        for channel in self._channels:
+            if channel.closed:
+                self._remove_client(channel)
+
     def _idle_seconds(self) -> float | None:
         """Return how long to wait for a message before the next step."""
+        flushed = [channel.flush() for channel in self._channels]
         if self.engine.busy:
             return 0.0
+        if not all(flushed):
+            return FLUSH_SECONDS
         return COMPILE_POLL_SECONDS if self._compiling else None
 
-    def handle(self, message: WorkerMessage) -> None:
+    def _add_client(self, channel: Channel) -> None:
+        self._selector.register(channel, selectors.EVENT_READ, channel)
+        self._set_channels([*self._channels, channel])
+        channel.send(self._ready())
+
+    def _remove_client(self, channel: Channel) -> None:
+        """Abort the requests of a client that has gone; without the server, end."""
+        if channel is self.server:
+            raise EOFError
+        self._selector.unregister(channel)
+        self._set_channels([other for other in self._channels if other is not channel])
+        for owner, request_id in list(self._samples):
+            if owner is channel:
+                for request in filter(None, self._samples[owner, request_id][:]):
+                    self.engine.abort(request)
+                    self._remove(request)
+        for owner, message, _ in list(self._compiling):
+            if owner is channel:
+                self._stop_compiling(channel, message.request_id)
+        channel.close()
+
+    def _set_channels(self, channels: list[Channel]) -> None:
+        self._channels = self._heartbeat.channels = channels
+
+    def _send_tokens(self, events: Sequence[Event], state: dict[str, int]) -> None:
+        """Send each client the tokens of its requests, and the state to all."""
+        tokens: dict[Channel, list[SampledToken]] = {channel: [] for channel in self._channels}
+        for event in events:
+            if event.request in self._ids and not event.request.error:
+                channel, request_id, sample = self._ids[event.request]
+                tokens[channel].append(_sampled_token(request_id, sample, event))
+        for channel, sampled in tokens.items():
+            channel.send(StepOutput(state, sampled))
+
+    def handle(self, channel: Channel, message: WorkerMessage) -> None:
         if isinstance(message, SubmitRequest):
-            if self._compiles(message):
-                return
-            self._submit(message)
+            if not self._compiles(channel, message):
+                self._submit(channel, message)
         elif isinstance(message, AbortSample):
-            self._stop_compiling(message.request_id)
-            samples = self._samples.get(message.request_id)
+            self._stop_compiling(channel, message.request_id)
+            samples = self._samples.get((channel, message.request_id))
             request = samples[message.sample] if samples is not None else None
             if request is not None:
                 self.engine.abort(request)
                 self._remove(request)
-            self.pipe.send(StepOutput(self.engine.state()))
+            channel.send(StepOutput(self.engine.state()))
         elif isinstance(message, LoadAdapter | UnloadAdapter):
-            self._change_adapter(message)
+            self._change_adapter(channel, message)
 
-    def _change_adapter(self, message: LoadAdapter | UnloadAdapter) -> None:
+    def _change_adapter(self, channel: Channel, message: LoadAdapter | UnloadAdapter) -> None:
         try:
             if isinstance(message, LoadAdapter):
                 self.engine.load_adapter(message.name, message.folder)
             else:
                 self.engine.unload_adapter(message.name)
         except SmeltError as error:
-            self.pipe.send(AdapterChanged(str(error)))
+            channel.send(AdapterChanged(str(error)))
         else:
-            self.pipe.send(AdapterChanged())
+            channel.send(AdapterChanged())
 
-    def _is_answer(self, event: Event) -> bool:
-        return event.request in self._ids and not event.request.error
-
-    def _compiles(self, message: SubmitRequest) -> bool:
+    def _compiles(self, channel: Channel, message: SubmitRequest) -> bool:
         """Have the grammar of a request compiled first, unless it has none or is known; or refuse the request."""
         from smelt.serve.engine.sampling_params import SamplingParams
 
@@ -170,30 +233,31 @@ class EngineWorker:
             return False
         if len(self._compiling) >= MAX_COMPILING:
             sentence = "too many structured outputs wait to be compiled; try again later."
-            self.pipe.send(RequestRejected(message.request_id, sentence, overloaded=True))
+            channel.send(RequestRejected(message.request_id, sentence, overloaded=True))
         else:
-            self._compiling.append((message, self._compiler.submit(compiler.matcher, constraint)))
+            self._compiling.append((channel, message, self._compiler.submit(compiler.matcher, constraint)))
         return True
 
     def _submit_compiled(self) -> None:
         """Queue the requests whose grammars are ready, in the order of arrival."""
-        while self._compiling and self._compiling[0][1].done():
-            message, compilation = self._compiling.popleft()
+        while self._compiling and self._compiling[0][2].done():
+            channel, message, compilation = self._compiling.popleft()
             error = compilation.exception()
             if isinstance(error, SmeltError):
-                self.pipe.send(RequestRejected(message.request_id, str(error)))
+                channel.send(RequestRejected(message.request_id, str(error)))
             elif error is not None:
                 raise error
             else:
-                self._submit(message)
+                self._submit(channel, message)
 
-    def _stop_compiling(self, request_id: str) -> None:
-        for message, compilation in list(self._compiling):
-            if message.request_id == request_id:
+    def _stop_compiling(self, channel: Channel, request_id: str) -> None:
+        for entry in list(self._compiling):
+            owner, message, compilation = entry
+            if owner is channel and message.request_id == request_id:
                 compilation.cancel()
-                self._compiling.remove((message, compilation))
+                self._compiling.remove(entry)
 
-    def _submit(self, message: SubmitRequest) -> None:
+    def _submit(self, channel: Channel, message: SubmitRequest) -> None:
         from smelt.serve.engine.request import Tenant
         from smelt.serve.engine.sampling_params import SamplingParams
 
@@ -209,29 +273,21 @@ class EngineWorker:
                 tenant=Tenant(message.tenant, message.weight),
             )
         except SmeltError as error:
-            self.pipe.send(RequestRejected(message.request_id, str(error)))
+            channel.send(RequestRejected(message.request_id, str(error)))
             return
         if sampling.structured_output is not None:
-            self.pipe.send(RequestAccepted(message.request_id))
-        self._samples[message.request_id] = [*requests]
-        self._ids.update({request: (message.request_id, sample) for sample, request in enumerate(requests)})
+            channel.send(RequestAccepted(message.request_id))
+        self._samples[channel, message.request_id] = [*requests]
+        self._ids.update({request: (channel, message.request_id, sample) for sample, request in enumerate(requests)})
 
     def _remove(self, request: Request) -> None:
-        request_id, sample = self._ids.pop(request, ("", 0))
-        samples = self._samples.get(request_id, [])
-        if samples:
-            samples[sample] = None
-            if not any(samples):
-                del self._samples[request_id]
-
-    def _token(self, event: Event) -> SampledToken:
-        request = event.request
-        logprobs = None if event.logprobs is None else (event.logprobs.own, event.logprobs.top)
-        started = round(request.started, 6)
-        return SampledToken(
-            *self._ids[request], event.token, logprobs, event.reason, request.num_cached_tokens, started,
-            [(logprob.own, logprob.rank, logprob.top) for logprob in event.prompt_logprobs] or None,
-        )  # fmt: skip
+        if request not in self._ids:
+            return
+        channel, request_id, sample = self._ids.pop(request)
+        samples = self._samples[channel, request_id]
+        samples[sample] = None
+        if not any(samples):
+            del self._samples[channel, request_id]
 
     def _ready(self) -> EngineReady:
         engine = self.engine
@@ -245,22 +301,43 @@ class EngineWorker:
             block_size=engine.pool.block_size,
             state=engine.state(),
             eos_token_ids=list(engine.runner.eos_token_ids),
+            pid=os.getpid(),
         )
+
+
+def _sampled_token(request_id: str, sample: int, event: Event) -> SampledToken:
+    request = event.request
+    logprobs = None if event.logprobs is None else (event.logprobs.own, event.logprobs.top)
+    started = round(request.started, 6)
+    return SampledToken(
+        request_id, sample, event.token, logprobs, event.reason, request.num_cached_tokens, started,
+        [(logprob.own, logprob.rank, logprob.top) for logprob in event.prompt_logprobs] or None,
+    )  # fmt: skip
+
+
+def _listen(path: str) -> socket.socket:
+    """Listen on a Unix socket in place of that of an earlier process; its folder decides who may connect."""
+    with suppress(FileNotFoundError):
+        Path(path).unlink()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(path)
+    listener.listen()
+    return listener
 
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the process group: the server decides when to stop
         signal.signal(number, signal.SIG_IGN)
     show_logs(prefix="smelt: ")
-    pipe = Pipe(int(sys.argv[1]))
-    heartbeat = HeartbeatThread(pipe)
+    server = Channel(socket.socket(fileno=int(sys.argv[1])))
+    heartbeat = HeartbeatThread(server)
     heartbeat.start()
     try:
-        EngineWorker(pipe, heartbeat).run()
-    except (EOFError, BrokenPipeError, ConnectionResetError):
+        EngineWorker(server, heartbeat).run()
+    except EOFError:
         os._exit(0)  # the interpreter's own shutdown takes seconds
     except SmeltError as error:
-        pipe.send(StartFailed(str(error)))
+        server.send(StartFailed(str(error)))
         sys.exit(2)
     finally:
         heartbeat.stop()

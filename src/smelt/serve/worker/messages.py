@@ -1,16 +1,22 @@
-"""Typed messages between the server and the engine's process, as JSON over a socket. Never pickle."""
+"""Typed messages between the server and the engine's process, as JSON over a socket. Never pickle.
+
+Each message follows its length, so that the engine, which must not wait for a slow client, can read and write in parts.
+"""
 
 from __future__ import annotations
 
 import json
-import os
+import select
 import socket
+import struct
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
+
+_LENGTH = struct.Struct("!I")
+MAX_UNSENT_BYTES = 64 << 20  # to a client that does not read; then it counts as lost
 
 
 @dataclass(frozen=True)
@@ -19,6 +25,7 @@ class StartEngine:
 
     model: str
     options: dict[str, Any] = field(default_factory=dict)  # of the engine
+    listen: str = ""  # path of a Unix socket for more clients; empty: only the one that sends this
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,7 @@ class EngineReady:
     block_size: int
     state: dict[str, int]
     eos_token_ids: list[int] = field(default_factory=list)
+    pid: int = 0
 
 
 @dataclass(frozen=True)
@@ -167,39 +175,120 @@ def encode(message: WorkerMessage) -> bytes:
     return json.dumps([type(message).__name__, vars(message)], separators=(",", ":")).encode()
 
 
-def decode(content: bytes | str) -> WorkerMessage:
+def decode(content: bytes | bytearray | str) -> WorkerMessage:
     name, fields = json.loads(content)
     message: WorkerMessage = _CLASSES[name](**fields)
     return message
 
 
-class Pipe:
-    """One end of the connection. Several threads may send, one may receive."""
+def _frame(message: WorkerMessage) -> bytes:
+    content = encode(message)
+    return _LENGTH.pack(len(content)) + content
 
-    def __init__(self, descriptor: int) -> None:
-        self._connection = Connection(descriptor)
+
+class Pipe:
+    """A client's end of the connection, which blocks. Several threads may send, one may receive."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket, self._reader = connection, connection.makefile("rb")
         self._sending = threading.Lock()
 
     def send(self, message: WorkerMessage) -> None:
-        content = encode(message)
+        frame = _frame(message)
         with self._sending:
-            self._connection.send_bytes(content)
+            self._socket.sendall(frame)
 
     def receive(self) -> WorkerMessage:
         """Return the next message; raise EOFError if the other end is closed."""
-        return decode(self._connection.recv_bytes())
+        return decode(self._read(_LENGTH.unpack(self._read(_LENGTH.size))[0]))
 
-    def poll(self, timeout: float | None = 0.0) -> bool:
-        """Return whether a message arrives within the timeout (None: wait for one)."""
-        return self._connection.poll(timeout)
+    def _read(self, size: int) -> bytes:
+        content = self._reader.read(size)
+        if len(content) < size:
+            raise EOFError
+        return content
 
     def close(self) -> None:
         """Shut down both directions, also for threads that read or write; the descriptor closes with this object."""
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as end, suppress(OSError):
-            end.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def __del__(self) -> None:
+        with suppress(OSError):
+            self._reader.close()
+            self._socket.close()
+
+
+class Channel:
+    """The engine's end of the connection, which never blocks: what a client does not read waits here.
+
+    Several threads may send, one may receive. `closed` if the client has gone, or has left too much unread.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._socket, self._sending = connection, threading.Lock()
+        self._received, self._unsent = bytearray(), bytearray()
+        self.closed = False
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def receive(self) -> list[WorkerMessage]:
+        """Return the messages that have arrived completely."""
+        try:
+            while content := self._socket.recv(1 << 20):
+                self._received += content
+            self.closed = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.closed = True
+        messages, start = [], 0
+        while len(self._received) - start >= _LENGTH.size:
+            end = start + _LENGTH.size + _LENGTH.unpack_from(self._received, start)[0]
+            if len(self._received) < end:
+                break
+            messages.append(decode(self._received[start + _LENGTH.size : end]))
+            start = end
+        del self._received[:start]
+        return messages
+
+    def wait(self) -> WorkerMessage:
+        """Wait for the next message, which must be the only one; raise EOFError if there comes none."""
+        while not self.closed:
+            select.select([self], [], [])
+            if messages := self.receive():
+                return messages[0]
+        raise EOFError
+
+    def send(self, message: WorkerMessage) -> None:
+        frame = _frame(message)
+        with self._sending:
+            self._unsent += frame
+            self._flush()
+
+    def flush(self) -> bool:
+        """Send what is left; return whether nothing is."""
+        with self._sending:
+            self._flush()
+            return self.closed or not self._unsent
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent and not self.closed:
+                del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            self.closed = len(self._unsent) > MAX_UNSENT_BYTES
+        except OSError:
+            self.closed = True
+
+    def close(self) -> None:
+        self.closed = True
+        self._socket.close()
 
 
 def pipe_pair() -> tuple[Pipe, socket.socket]:
     """Return our end, and the worker's end before it is handed over."""
     ours, theirs = socket.socketpair()
-    return Pipe(ours.detach()), theirs
+    return Pipe(ours), theirs
