@@ -4,9 +4,9 @@
 
 The model has random weights and few layers, so that the engine is faster than the HTTP front end: what is measured is
 the server, not the network. Its vocabulary and tokenizer are those of SmolLM2-135M. Clients are processes of their own
-that keep `--streams` streams of completions open and count the events that arrive within `--seconds`; every token is an
-event. The engine alone runs the same requests in this process, without any messages. CPU time per token is that of the
-API processes, as counted by the system.
+that keep `--streams` streams of completions open and count the events that arrive within `--seconds`: a process that
+cannot keep up sends several tokens in one event. The engine alone runs the same requests in this process, without any
+messages. CPU time per token is that of the API processes, as counted by the system.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def engine_alone(model: Path, options: argparse.Namespace) -> float:
 def through_http(model: Path, folder: Path, count: int, options: argparse.Namespace) -> Row:
     flags = ("--device", options.device, "--max-num-seqs", str(options.streams), "--api-server-count", str(count))
     begun = time.monotonic()
-    server = start(model, folder, *flags, threads=None)
+    server = start(model, folder, *flags, threads=os.cpu_count())
     ready = time.monotonic() - begun
     try:
         context = multiprocessing.get_context("spawn")
@@ -214,7 +214,8 @@ def text(rows: list[Row], options: argparse.Namespace) -> str:
     return (
         f"# The HTTP front end\n\n{options.streams} streams of {PROMPT_TOKENS} and {OUTPUT_TOKENS} tokens, "
         f"{options.layers} layers of width {options.hidden} with random weights, {CLIENTS} client processes, "
-        f"{os.cpu_count()} cores.\n\n" + table(headings, cells)
+        f"{os.cpu_count()} cores. A process that cannot keep up sends several tokens in one event.\n\n"
+        + table(headings, cells)
     )
 
 

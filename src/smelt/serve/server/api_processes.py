@@ -1,9 +1,9 @@
 """Several processes that serve HTTP in front of one engine: start them, watch them, end them together.
 
-Handling a token costs a process about 60 microseconds, so that one cannot keep up with a fast engine. Each API process
-has a connection to the engine and a listening socket of its own, between which the kernel distributes connections. This
-process serves no HTTP: it supervises the engine and the API processes, and replaces those that die. The sockets stay
-open here, so that connections wait while a process is replaced.
+An event costs a process about 80 microseconds, so that one alone sends many tokens at once if the engine is fast. Each
+API process has a connection to the engine and a listening socket of its own, between which the kernel distributes
+connections. This process serves no HTTP: it supervises the engine and the API processes, and replaces those that die.
+The sockets stay open here, so that connections wait while a process is replaced.
 """
 
 from __future__ import annotations
