@@ -234,10 +234,26 @@ def test_tokenize_and_detokenize(server: Server) -> None:
     assert tokenized["tokens"] == tokenizer()("über")["input_ids"] and tokenized["count"] == 5 == len(
         tokenized["token_strs"]
     )
-    assert server.post("/detokenize", {"tokens": tokenized["tokens"]}).json() == {"prompt": "über"}
+    assert server.post("/detokenize", {"tokens": tokenized["tokens"]}).json() == {"prompt": "über", "content": "über"}
+    pieces = server.post("/tokenize", {"content": "üb", "with_pieces": True}).json()["tokens"]
+    assert [piece["piece"] for piece in pieces] == [[0xC3], [0xBC], "b"]
+    assert [piece["id"] for piece in pieces] == tokenized["tokens"][:3]
     chat = server.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]}).json()
     assert server.post("/detokenize", {"tokens": chat["tokens"]}).json()["prompt"] == "user: x\nassistant:"
+    rendered = server.post("/apply-template", {"messages": [{"role": "user", "content": "x"}]})
+    assert rendered.json() == {"prompt": "user: x\nassistant:"}
     assert server.get("/version").json()["version"] and server.get("/v1/models").json()["data"][0]["id"] == NAME
+
+
+def test_routes_without_their_version(server: Server) -> None:
+    """For clients whose base URL is the server itself."""
+    assert server.get("/models").json() == server.get("/v1/models").json()
+    assert server.get(f"/models/{NAME}").json()["id"] == NAME
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    for path, body in (("/completions", {"prompt": "x", "max_tokens": 2}), ("/chat/completions", chat)):
+        assert server.post(path, body).json()["object"] == server.post(f"/v1{path}", body).json()["object"]
+    assert server.post("/responses", {"input": "x", "max_output_tokens": 2}).json()["object"] == "response"
+    assert "is a language model" in server.post("/embeddings", {"input": "x"}).text
 
 
 def test_a_template_that_refuses(server: Server) -> None:

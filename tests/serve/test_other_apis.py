@@ -196,6 +196,20 @@ def test_conversations_are_translated(folder: Path) -> None:
     assert counted == messages and evaluated == used == responses and messages == responses + 2
 
 
+def test_a_last_message_of_the_assistant_is_continued(server: Server) -> None:
+    """The chat template of the server puts the role before each message, and ends it."""
+    chat = [*ASKED["messages"], {"role": "assistant", "content": [{"type": "text", "text": "I s"}]}]
+    answer = server.post("/v1/messages", {"messages": chat, "max_tokens": 6, "temperature": 0}).json()
+    prompt = server.post(
+        "/detokenize",
+        {"tokens": server.post("/tokenize", {"messages": chat, "continue_final_message": True}).json()["tokens"]},
+    ).json()["prompt"]
+    assert prompt.endswith("assistant: I s")
+    assert answer["content"][0]["text"] == server.complete(prompt, max_tokens=6)["choices"][0]["text"]
+    counted = server.post("/v1/messages/count_tokens", {"messages": chat}).json()["input_tokens"]
+    assert counted == answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"] == len(prompt)
+
+
 BAD_MESSAGES: dict[str, dict[str, Any]] = {
     "no max_tokens": {"max_tokens": None},
     "an image": {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}]},
@@ -204,7 +218,9 @@ BAD_MESSAGES: dict[str, dict[str, Any]] = {
     "a call without a name": {
         "messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": {}}]}, *ASKED["messages"]]
     },  # type: ignore[misc]
-    "prefill": {"messages": [*ASKED["messages"], {"role": "assistant", "content": "I"}]},  # type: ignore[misc]
+    "a call at the end": {
+        "messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]
+    },
     "a choice": {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}},
     "a schema": {"tools": [{"name": "f", "input_schema": {"type": "x"}}]},
     "a server tool": {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},

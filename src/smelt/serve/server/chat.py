@@ -21,6 +21,7 @@ from smelt.serve.server.tokenization import AsyncTokenizer
 router = APIRouter()
 
 
+@router.post("/chat/completions", include_in_schema=False)
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service: Service = request.app.state.service

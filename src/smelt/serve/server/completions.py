@@ -30,6 +30,7 @@ router = APIRouter()
 DEFAULT_MAX_TOKENS = 16
 
 
+@router.post("/completions", include_in_schema=False)
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
     service: Service = request.app.state.service

@@ -95,6 +95,7 @@ class ResponsesRequest(StrictModel):
 register_fields(ResponsesTool, ResponsesToolChoice, ReasoningOptions, TextOptions, ResponsesRequest)
 
 
+@router.post("/responses", include_in_schema=False)
 @router.post("/v1/responses")
 async def responses(body: ResponsesRequest, request: Request) -> Response:
     service: Service = request.app.state.service

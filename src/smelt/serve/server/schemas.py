@@ -175,6 +175,10 @@ class EmbeddingRequest(StrictModel):
 class TokenizeRequest(StrictModel):
     model: str | None = None
     prompt: Text | None = None
+    content: Text | None = None  # llama.cpp's prompt, with special tokens if add_special
+    add_special: bool | None = None
+    with_pieces: bool | None = None
+    parse_special: Literal[True] | None = None
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool | None = None

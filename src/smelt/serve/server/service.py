@@ -87,7 +87,7 @@ class Service:
 
     def __init__(self, settings: ServerSettings, supervisor_factory: SupervisorFactory = supervise_subprocess) -> None:
         self.settings, self.limits, self._supervisor_factory = settings, settings.limits, supervisor_factory
-        self.name = settings.name or Path(settings.model).name
+        self.name, *self.aliases = _split_names(settings.name) or [Path(settings.model).name]
         self.created = int(time.time())
         identity = f"{settings.model} {self.name} {__version__}"
         self.system_fingerprint = f"fp_{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
@@ -180,8 +180,8 @@ class Service:
 
     @property
     def names(self) -> list[str]:
-        """Names in the API: the model and each of its adapters."""
-        return [self.name, *self.adapters]
+        """Names in the API: the model, under all of its names, and each of its adapters."""
+        return [self.name, *self.aliases, *self.adapters]
 
     def adapter_name(self, model: str | None) -> str | None:
         return model if model in self.adapters else None
@@ -224,6 +224,10 @@ class Service:
             await self.supervisor.client.stop()
         if hasattr(self, "tokenizer"):
             self.tokenizer.close()
+
+
+def _split_names(names: str) -> list[str]:
+    return list(dict.fromkeys(name for part in names.split(",") if (name := part.strip())))
 
 
 def _import_tokenizer_loader() -> Callable[[Path], Any]:

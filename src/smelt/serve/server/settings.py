@@ -51,7 +51,7 @@ class ServerSettings:
     """Everything that a running server needs: resolved, with hashed API keys."""
 
     model: str
-    name: str = ""  # in the API; by default the last part of `model`
+    name: str = ""  # in the API; by default the last part of `model`; several, separated by commas
     host: str = "127.0.0.1"
     port: int = 8000
     keys: Keys = field(default_factory=dict)  # by the SHA-256 of each API key; if empty, none is required
@@ -106,7 +106,10 @@ class ServeConfig:
         "", "Send OpenTelemetry spans there, such as http://127.0.0.1:4318 (the extra otel).", metavar="URL",
         panel="Network",
     )  # fmt: skip
-    served_model_name: str = _option("", "Model name in the API; by default the last part of MODEL.", panel="Network")
+    served_model_name: str = _option(
+        "", "Model name in the API, or several with commas; by default the last part of MODEL.", metavar="NAMES",
+        panel="Network",
+    )  # fmt: skip
     device: str = _option("auto", "Where to run: auto (a GPU if there is one), cpu or cuda.", panel="Engine")
     max_model_len: int | None = _option(
         None, "Maximum tokens of prompt and answer together.", minimum=2, panel="Engine"
