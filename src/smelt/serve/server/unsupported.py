@@ -16,7 +16,7 @@ from smelt.serve.server.schemas import GenerationRequest, StrictModel, extras
 # Fields that do not change an answer here: of OpenAI, vLLM, llama.cpp, and of clients and gateways.
 _HARMLESS = frozenset({
     "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prediction",
-    "parallel_tool_calls", "reasoning_effort", "include_reasoning", "response_format", "structured_outputs",
+    "parallel_tool_calls", "reasoning_effort", "response_format", "structured_outputs",
     "json_schema", "guided_decoding_backend", "cache_prompt", "id_slot", "slot_id", "return_progress",
     "timings_per_token", "n_keep", "n_indent", "repeat_last_n", "dynatemp_exponent", "dry_base", "dry_allowed_length",
     "dry_penalty_last_n", "dry_sequence_breakers", "xtc_threshold", "mirostat_tau", "mirostat_eta", "draft_model",
