@@ -210,6 +210,31 @@ def test_a_last_message_of_the_assistant_is_continued(server: Server) -> None:
     assert counted == answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"] == len(prompt)
 
 
+def test_sampling_and_log_probabilities_of_responses(server: Server) -> None:
+    """They are those of the same chat."""
+
+    def check(entries: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+        assert [entry["token"] for entry in entries] == [entry["token"] for entry in others]
+        values = [[pair["logprob"] for pair in (entry, *entry["top_logprobs"])] for entry in entries]
+        assert len(values) == 8 and {len(pairs) for pairs in values} == {3}
+        for pairs, entry in zip(values, others, strict=True):
+            assert pairs == pytest.approx([pair["logprob"] for pair in (entry, *entry["top_logprobs"])], abs=1e-4)
+
+    sampled = {"temperature": 1.5, "seed": 7, "top_k": 30, "repetition_penalty": 1.2}
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "logprobs": True, "top_logprobs": 2}
+    expected = server.post("/v1/chat/completions", {**chat, **sampled}).json()["choices"][0]
+    include = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "stream_options": {}}
+    body = {"input": "hi", "max_output_tokens": 8, **sampled}
+    part = server.post("/v1/responses", {**body, **include}).json()["output"][0]["content"][0]
+    assert part["text"] == expected["message"]["content"]
+    check(part["logprobs"], expected["logprobs"]["content"])
+    events = read_named_events(server.post("/v1/responses", {**body, **include, "stream": True}).text)
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    check([entry for event in deltas for entry in event["logprobs"]], part["logprobs"])
+    check(events[-1]["response"]["output"][0]["content"][0]["logprobs"], part["logprobs"])
+    assert server.post("/v1/responses", body).json()["output"][0]["content"][0]["logprobs"] == []
+
+
 BAD_MESSAGES: dict[str, dict[str, Any]] = {
     "no max_tokens": {"max_tokens": None},
     "an image": {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}]},
@@ -239,6 +264,8 @@ BAD_RESPONSES: dict[str, dict[str, Any]] = {
     "no items": {"input": []},
     "truncation": {"truncation": "auto"},
     "a tool": {"tools": [{"type": "web_search"}]},
+    "an unknown field": {"max_tokens": 3},
+    "a field of chats": {"top_k": "all"},
     "a format": {"text": {"format": {"type": "xml"}}},
     "a schema": {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "x"}}}},
 }

@@ -74,6 +74,9 @@ def test_embeddings_score_by_their_cosine(asks: dict[int, Ask]) -> None:
         scored = ask(path, {"text_1": QUERY, "text_2": DOCUMENTS}).json()
         assert [entry["score"] for entry in scored["data"]] == pytest.approx(expected, abs=1e-5)
         assert [entry["index"] for entry in scored["data"]] == [0, 1, 2, 3] and scored["usage"]["total_tokens"] > 0
+    for names in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+        renamed = ask("/score", dict(zip(names, (QUERY, DOCUMENTS), strict=True))).json()
+        assert renamed["data"] == scored["data"]
     pairwise = ask("/score", {"text_1": DOCUMENTS, "text_2": DOCUMENTS}).json()
     assert [entry["score"] for entry in pairwise["data"]] == pytest.approx([1.0] * 4, abs=1e-5)
 

@@ -11,12 +11,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from smelt.serve.server.chat_generation import Call, ChatAnswer, ChatDelta, ChatGeneration, prepare_chat
-from smelt.serve.server.generation import Delta, prompt_logprobs_body
+from smelt.serve.server.generation import Delta, logprobs_body, prompt_logprobs_body
 from smelt.serve.server.parsers.base import CallStart, Content, Part, Reasoning
 from smelt.serve.server.schemas import ChatRequest
 from smelt.serve.server.service import Service
 from smelt.serve.server.stream import Chunk, respond
-from smelt.serve.server.tokenization import AsyncTokenizer
 from smelt.serve.server.tools import message_text
 
 router = APIRouter()
@@ -133,16 +132,4 @@ class _Writer:
     def _logprobs(self, answer: Delta) -> dict[str, Any] | None:
         if not self.body.logprobs:
             return None
-        content = [
-            {
-                **_entry(self.tokenizer, logprob.token, logprob.own),
-                "top_logprobs": [_entry(self.tokenizer, *pair) for pair in logprob.top],
-            }
-            for logprob in answer.logprobs
-        ]
-        return {"content": content, "refusal": None}
-
-
-def _entry(tokenizer: AsyncTokenizer, token: int, value: float) -> dict[str, Any]:
-    text, content = tokenizer.token(token)
-    return {"token": text, "logprob": value, "bytes": list(content)}
+        return {"content": logprobs_body(self.tokenizer, answer.logprobs), "refusal": None}

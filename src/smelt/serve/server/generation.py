@@ -381,6 +381,19 @@ def build_sampling_params(
         raise ApiError(400, str(error)) from error
 
 
+def logprobs_body(tokenizer: AsyncTokenizer, logprobs: list[TokenLogprob]) -> list[dict[str, Any]]:
+    """Return the log-probabilities of generated tokens as OpenAI's chat completions and responses do."""
+
+    def entry(token: int, value: float) -> dict[str, Any]:
+        text, content = tokenizer.token(token)
+        return {"token": text, "logprob": value, "bytes": list(content)}
+
+    return [
+        {**entry(logprob.token, logprob.own), "top_logprobs": [entry(*pair) for pair in logprob.top]}
+        for logprob in logprobs
+    ]
+
+
 def prompt_logprobs_body(
     tokenizer: AsyncTokenizer, logprobs: list[PromptTokenLogprob | None], count: int
 ) -> list[dict[str, dict[str, Any]] | None]:

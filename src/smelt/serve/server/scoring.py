@@ -11,7 +11,7 @@ import uuid
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import Field
+from pydantic import AliasChoices, Field
 from starlette.responses import JSONResponse, Response
 
 from smelt.serve.server.embeddings import encode_inputs, require_encoder, run_encoder
@@ -46,8 +46,8 @@ class RerankRequest(StrictModel):
 
 class ScoreRequest(StrictModel):
     model: str | None = None
-    text_1: Text | Texts
-    text_2: Text | Texts
+    text_1: Annotated[Text | Texts, Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))]
+    text_2: Annotated[Text | Texts, Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))]
 
 
 class ClassifyRequest(StrictModel):

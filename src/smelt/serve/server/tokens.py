@@ -6,12 +6,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from smelt.serve.engine.detokenizer import INCOMPLETE
 from smelt.serve.server.chat_generation import render_prompt
 from smelt.serve.server.errors import ApiError
 from smelt.serve.server.schemas import ChatRequest, DetokenizeRequest, TokenizeRequest
 from smelt.serve.server.service import Service
-from smelt.serve.server.tokenization import AsyncTokenizer
 from smelt.serve.server.tools import parse_tools
 
 router = APIRouter()
@@ -34,17 +32,12 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
         tokens = await service.tokenizer.encode(text, special=bool(body.add_special_tokens), param="messages")
     else:
         tokens = await service.tokenizer.encode(body.prompt or "", special=body.add_special_tokens is not False)
-    strings = await service.tokenizer.token_texts(tokens) if body.return_token_strs else None
+    strings = await service.tokenizer.token_strings(tokens) if body.return_token_strs else None
     shown: list[Any] = tokens
     if body.with_pieces:
-        shown = [{"id": token, "piece": _piece(service.tokenizer, token)} for token in tokens]
+        pieces = await service.tokenizer.pieces(tokens)
+        shown = [{"id": token, "piece": piece} for token, piece in zip(tokens, pieces, strict=True)]
     return {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": shown, "token_strs": strings}
-
-
-def _piece(tokenizer: AsyncTokenizer, token: int) -> str | list[int]:
-    """Return the text of a token, or its bytes where they are a part of a character."""
-    text, content = tokenizer.token(token)
-    return list(content) if INCOMPLETE in text else text
 
 
 @router.post("/detokenize")
@@ -55,8 +48,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str
         message = f"tokens: there are {len(body.tokens):,}; the context has at most {service.max_model_len:,}."
         raise ApiError(400, message, param="tokens", code="context_length_exceeded")
     service.check_tokens(body.tokens)
-    text = await service.tokenizer.decode(body.tokens)
-    return {"prompt": text, "content": text}
+    return {"prompt": await service.tokenizer.decode(body.tokens)}
 
 
 @router.post("/apply-template")
