@@ -223,21 +223,54 @@ def test_chat_streams_every_sample_with_continuous_usage(http: httpx.Client) -> 
     choices, usage = stream_choices(http, "/v1/chat/completions", body)
     assert [choice["text"] for choice in choices] == [choice["message"]["content"] for choice in complete["choices"]]
     assert usage == complete["usage"] | {"prompt_tokens_details": usage["prompt_tokens_details"]}
-    options = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+    options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     with http.stream("POST", "/v1/chat/completions", json={**body, **options}) as answer:
         counts = [event["usage"]["completion_tokens"] for event in read_events(answer)]
     assert counts == sorted(counts) and counts[-1] == usage["completion_tokens"]
+    options = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+    with http.stream("POST", "/v1/chat/completions", json={**body, **options}) as answer:
+        assert not any("usage" in event for event in read_events(answer))
+
+
+def test_token_ids_of_a_chat_and_fields_nobody_asked_for(http: httpx.Client) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "n": 2}
+    prompt = http.post("/tokenize", json={"messages": body["messages"]}).json()["tokens"]
+    body |= {"return_token_ids": True}
+    answer = http.post("/v1/chat/completions", json=body).json()
+    assert answer["prompt_token_ids"] == prompt and len(answer["choices"][1]["token_ids"]) == 3
+    with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as stream:
+        events = read_events(stream)
+    assert [event.get("prompt_token_ids") for event in events] == [prompt] + [None] * (len(events) - 1)
+    plain = http.post("/v1/chat/completions", json={**body, "return_token_ids": False}).json()
+    assert plain["prompt_logprobs"] is plain["prompt_token_ids"] is plain["choices"][0]["token_ids"] is None
+    choice = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).json()["choices"][0]
+    assert choice["prompt_logprobs"] is choice["prompt_token_ids"] is choice["token_ids"] is None
 
 
 def test_tokenize_and_detokenize(server: Server) -> None:
     tokenized = server.post("/tokenize", {"prompt": "über", "return_token_strs": True}).json()
-    assert tokenized["tokens"] == tokenizer()("über")["input_ids"] and tokenized["count"] == 5 == len(
-        tokenized["token_strs"]
-    )
+    assert tokenized["tokens"] == tokenizer()("über")["input_ids"] and tokenized["count"] == 5
+    assert tokenized["token_strs"] == tokenizer().convert_ids_to_tokens(tokenized["tokens"])
     assert server.post("/detokenize", {"tokens": tokenized["tokens"]}).json() == {"prompt": "über"}
+    pieces = server.post("/tokenize", {"content": "üb", "with_pieces": True}).json()["tokens"]
+    assert [piece["piece"] for piece in pieces] == [[0xC3], [0xBC], "b"]
+    assert [piece["id"] for piece in pieces] == tokenized["tokens"][:3]
     chat = server.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]}).json()
     assert server.post("/detokenize", {"tokens": chat["tokens"]}).json()["prompt"] == "user: x\nassistant:"
+    rendered = server.post("/apply-template", {"messages": [{"role": "user", "content": "x"}]})
+    assert rendered.json() == {"prompt": "user: x\nassistant:"}
     assert server.get("/version").json()["version"] and server.get("/v1/models").json()["data"][0]["id"] == NAME
+
+
+def test_routes_without_their_version(server: Server) -> None:
+    """For clients whose base URL is the server itself."""
+    assert server.get("/models").json() == server.get("/v1/models").json()
+    assert server.get(f"/models/{NAME}").json()["id"] == NAME
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    for path, body in (("/completions", {"prompt": "x", "max_tokens": 2}), ("/chat/completions", chat)):
+        assert server.post(path, body).json()["object"] == server.post(f"/v1{path}", body).json()["object"]
+    assert server.post("/responses", {"input": "x", "max_output_tokens": 2}).json()["object"] == "response"
+    assert "is a language model" in server.post("/embeddings", {"input": "x"}).text
 
 
 def test_a_template_that_refuses(server: Server) -> None:

@@ -196,6 +196,45 @@ def test_conversations_are_translated(folder: Path) -> None:
     assert counted == messages and evaluated == used == responses and messages == responses + 2
 
 
+def test_a_last_message_of_the_assistant_is_continued(server: Server) -> None:
+    """The chat template of the server puts the role before each message, and ends it."""
+    chat = [*ASKED["messages"], {"role": "assistant", "content": [{"type": "text", "text": "I s"}]}]
+    answer = server.post("/v1/messages", {"messages": chat, "max_tokens": 6, "temperature": 0}).json()
+    prompt = server.post(
+        "/detokenize",
+        {"tokens": server.post("/tokenize", {"messages": chat, "continue_final_message": True}).json()["tokens"]},
+    ).json()["prompt"]
+    assert prompt.endswith("assistant: I s")
+    assert answer["content"][0]["text"] == server.complete(prompt, max_tokens=6)["choices"][0]["text"]
+    counted = server.post("/v1/messages/count_tokens", {"messages": chat}).json()["input_tokens"]
+    assert counted == answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"] == len(prompt)
+
+
+def test_sampling_and_log_probabilities_of_responses(server: Server) -> None:
+    """They are those of the same chat."""
+
+    def check(entries: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+        assert [entry["token"] for entry in entries] == [entry["token"] for entry in others]
+        values = [[pair["logprob"] for pair in (entry, *entry["top_logprobs"])] for entry in entries]
+        assert len(values) == 8 and {len(pairs) for pairs in values} == {3}
+        for pairs, entry in zip(values, others, strict=True):
+            assert pairs == pytest.approx([pair["logprob"] for pair in (entry, *entry["top_logprobs"])], abs=1e-4)
+
+    sampled = {"temperature": 1.5, "seed": 7, "top_k": 30, "repetition_penalty": 1.2}
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "logprobs": True, "top_logprobs": 2}
+    expected = server.post("/v1/chat/completions", {**chat, **sampled}).json()["choices"][0]
+    include = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "stream_options": {}}
+    body = {"input": "hi", "max_output_tokens": 8, **sampled}
+    part = server.post("/v1/responses", {**body, **include}).json()["output"][0]["content"][0]
+    assert part["text"] == expected["message"]["content"]
+    check(part["logprobs"], expected["logprobs"]["content"])
+    events = read_named_events(server.post("/v1/responses", {**body, **include, "stream": True}).text)
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    check([entry for event in deltas for entry in event["logprobs"]], part["logprobs"])
+    check(events[-1]["response"]["output"][0]["content"][0]["logprobs"], part["logprobs"])
+    assert server.post("/v1/responses", body).json()["output"][0]["content"][0]["logprobs"] == []
+
+
 BAD_MESSAGES: dict[str, dict[str, Any]] = {
     "no max_tokens": {"max_tokens": None},
     "an image": {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}]},
@@ -204,7 +243,9 @@ BAD_MESSAGES: dict[str, dict[str, Any]] = {
     "a call without a name": {
         "messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": {}}]}, *ASKED["messages"]]
     },  # type: ignore[misc]
-    "prefill": {"messages": [*ASKED["messages"], {"role": "assistant", "content": "I"}]},  # type: ignore[misc]
+    "a call at the end": {
+        "messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]
+    },
     "a choice": {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}},
     "a schema": {"tools": [{"name": "f", "input_schema": {"type": "x"}}]},
     "a server tool": {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
@@ -223,6 +264,8 @@ BAD_RESPONSES: dict[str, dict[str, Any]] = {
     "no items": {"input": []},
     "truncation": {"truncation": "auto"},
     "a tool": {"tools": [{"type": "web_search"}]},
+    "an unknown field": {"max_tokens": 3},
+    "a field of chats": {"top_k": "all"},
     "a format": {"text": {"format": {"type": "xml"}}},
     "a schema": {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "x"}}}},
 }

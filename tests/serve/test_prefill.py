@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.server_process import Server, language_model, start, tokenizer
+from tests.serve.server_process import Server, language_model, read_events, start, tokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>"
@@ -82,10 +82,12 @@ def test_special_tokens_in_prompt_and_answer(prefill: Server) -> None:
     assert kept["text"] == "<end>"
 
 
-def test_a_prompt_is_truncated_on_the_left(prefill: Server) -> None:
+def test_a_prompt_is_truncated(prefill: Server) -> None:
     whole = prefill.complete("cdef", max_tokens=4)["choices"]
     cut = prefill.complete("abcdef", max_tokens=4, truncate_prompt_tokens=4)
     assert cut["choices"][0]["text"] == whole[0]["text"] and cut["usage"]["prompt_tokens"] == 4
+    right = prefill.complete("abcdef", max_tokens=0, truncate_prompt_tokens=4, truncation_side="right", echo=True)
+    assert right["choices"][0]["text"] == "abcd"
     echoed = prefill.complete("abcdef", max_tokens=0, truncate_prompt_tokens=4, echo=True)["choices"][0]
     assert echoed["text"] == "cdef"
     longest = prefill.complete("x" * 5000, max_tokens=8, truncate_prompt_tokens=-1)
@@ -94,3 +96,19 @@ def test_a_prompt_is_truncated_on_the_left(prefill: Server) -> None:
     body = {"messages": CHAT, "max_tokens": 1, "truncate_prompt_tokens": 3}
     assert prefill.post("/v1/chat/completions", body).json()["usage"]["prompt_tokens"] == 3
     assert prefill.post("/v1/completions", {"prompt": "ab", "truncate_prompt_tokens": 0}).status_code == 400
+
+
+def test_an_answer_begins_with_the_message_it_continues(prefill: Server) -> None:
+    body = {"messages": CHAT, "max_tokens": 5, "temperature": 0, "continue_final_message": True}
+    plain = prefill.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+    echoed = prefill.post("/v1/chat/completions", {**body, "echo": True}).json()["choices"][0]["message"]["content"]
+    assert echoed == "I am " + plain
+    with prefill.http.stream(
+        "POST", f"{prefill.url}/v1/chat/completions", json={**body, "echo": True, "stream": True}
+    ) as answer:
+        deltas = [event["choices"][0]["delta"] for event in read_events(answer)]
+    assert "".join(delta.get("content", "") for delta in deltas) == echoed
+    asked = prefill.post(
+        "/v1/chat/completions", {"messages": CHAT[:1], "max_tokens": 5, "temperature": 0, "echo": True}
+    )
+    assert not asked.json()["choices"][0]["message"]["content"].startswith("hi")

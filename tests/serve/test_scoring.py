@@ -74,6 +74,9 @@ def test_embeddings_score_by_their_cosine(asks: dict[int, Ask]) -> None:
         scored = ask(path, {"text_1": QUERY, "text_2": DOCUMENTS}).json()
         assert [entry["score"] for entry in scored["data"]] == pytest.approx(expected, abs=1e-5)
         assert [entry["index"] for entry in scored["data"]] == [0, 1, 2, 3] and scored["usage"]["total_tokens"] > 0
+    for names in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+        renamed = ask("/score", dict(zip(names, (QUERY, DOCUMENTS), strict=True))).json()
+        assert renamed["data"] == scored["data"]
     pairwise = ask("/score", {"text_1": DOCUMENTS, "text_2": DOCUMENTS}).json()
     assert [entry["score"] for entry in pairwise["data"]] == pytest.approx([1.0] * 4, abs=1e-5)
 
@@ -86,6 +89,12 @@ def test_embeddings_score_by_their_cosine(asks: dict[int, Ask]) -> None:
     body = {"query": QUERY, "documents": [{"text": text} for text in DOCUMENTS], "top_n": 2, "return_documents": False}
     two = ask("/rerank", body).json()["results"]
     assert [sorted(result) for result in two] == [["index", "relevance_score"]] * 2
+    listed = ask("/rerank", {"query": QUERY, "texts": DOCUMENTS, "raw_scores": False, "return_text": True}).json()
+    assert [(entry["index"], entry["text"]) for entry in listed] == [(index, DOCUMENTS[index]) for index in order]
+    assert [entry["score"] for entry in listed] == pytest.approx(sorted(expected)[::-1], abs=1e-5)
+    assert [sorted(entry) for entry in ask("/rerank", {"query": QUERY, "texts": DOCUMENTS}).json()] == [
+        ["index", "score"]
+    ] * 4
 
 
 def test_a_cross_encoder_reads_both_texts(asks: dict[int, Ask], folders: dict[int, Path]) -> None:
@@ -123,6 +132,8 @@ def test_what_a_model_cannot_do_is_refused(asks: dict[int, Ask]) -> None:
         (asks[3], "/v1/embeddings", {"input": "x"}, "use /classify"),
         (asks[0], "/score", {"text_1": ["x", "y"], "text_2": ["x"]}, "as many as"),
         (asks[0], "/rerank", {"query": "x", "documents": []}, "documents"),
+        (asks[0], "/rerank", {"query": "x"}, "documents, or texts"),
+        (asks[0], "/rerank", {"query": "x", "texts": ["x"], "raw_scores": True}, "raw_scores"),
         (asks[0], "/rerank", {"query": "x" * 1000, "documents": ["x"]}, "it must have|the limit is"),
         (asks[0], "/rerank", {"model": "other", "query": "x", "documents": ["x"]}, "no model of that name"),
     ):

@@ -15,6 +15,7 @@ import pytest
 
 from smelt.serve.server import generation, stream
 from smelt.serve.server.app import create_app
+from smelt.serve.server.errors import ApiError
 from smelt.serve.server.generation import PING_SECONDS
 from smelt.serve.server.service import Service
 from smelt.serve.server.settings import ServerLimits, ServerSettings
@@ -172,3 +173,13 @@ def test_the_server_starts_without_importing_torch() -> None:
     """The engine's process imports torch; importing it here would delay every start by seconds."""
     code = "import sys, smelt.cli.serve, smelt.serve.server.server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_model_has_several_names() -> None:
+    service = Service(ServerSettings("folder/small", name="small, gpt-4o-mini,small,", adapters={"poet": "x"}))
+    assert service.names == ["small", "gpt-4o-mini", "poet"] and service.name == "small"
+    service.check_model("gpt-4o-mini")
+    assert service.adapter_name("gpt-4o-mini") is None
+    with pytest.raises(ApiError, match=r"serves small, gpt-4o-mini, poet"):
+        service.check_model("gpt-4o")
+    assert Service(ServerSettings("folder/small")).names == ["small"]

@@ -71,9 +71,26 @@ def test_other_formats(client: openai.OpenAI, constraint: dict[str, Any], patter
 
 
 @pytest.mark.parametrize(
+    "constraint",
+    [
+        {"response_format": {"type": "json_object", "schema": {"const": "a"}}},
+        {"response_format": {"type": "json_schema", "schema": {"const": "a"}}},
+        {"json_schema": {"const": "a"}},
+    ],
+    ids=str,
+)
+def test_schemas_of_other_servers(server: Server, constraint: dict[str, Any]) -> None:
+    assert server.complete("hi", max_tokens=200, **constraint)["choices"][0]["text"] == '"a"'
+
+
+@pytest.mark.parametrize(
     "wrong",
     [
         {"response_format": "json"},
+        {"response_format": {"type": "json_object", "schema": 1}},
+        {"response_format": {"type": "json_object"}, "json_schema": {"const": "a"}},
+        {"json_schema": {"type": "strange"}},
+        {"json_schema": "{}"},
         {"response_format": {"type": "xml"}},
         {"response_format": {"type": "json_schema"}},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": "{"}}},

@@ -98,6 +98,17 @@ def test_calls_and_reasoning_of_each_format(folders: dict[str, Path], name: str)
     assert reason == "tool_calls"
 
 
+def test_reasoning_is_left_out_on_request(folders: dict[str, Path]) -> None:
+    async def use(client: httpx.AsyncClient) -> tuple[Any, Any]:
+        fields = {"tools": [WEATHER], "include_reasoning": False}
+        return await post(client, **fields), await post(client, **fields, stream=True)
+
+    complete, chunks = with_service(folders["hermes"], [ANSWERS["hermes"]] * 2, use)
+    assert not any("reasoning" in name for name in complete["choices"][0]["message"]) and "Hm." not in str(chunks)
+    message, _ = assemble(chunks)
+    assert message["content"] == complete["choices"][0]["message"]["content"] == "Look:" and len(message["calls"]) == 1
+
+
 def test_several_calls_and_none(folders: dict[str, Path]) -> None:
     both = HERMES + '\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
 

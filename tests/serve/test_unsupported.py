@@ -30,7 +30,7 @@ NEUTRAL: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 CHANGING: dict[str, Any] = {
     "typical_p": 0.5, "mirostat": 2, "dry_multiplier": 0.8, "xtc_probability": 0.5, "dynatemp_range": 1.0,
-    "repeat_penalty": 1.1, "grammar": "root ::= x", "json_schema": {"type": "object"}, "samplers": ["top_k"],
+    "repeat_penalty": 1.1, "grammar": "root ::= x", "samplers": ["top_k"],
     "n_predict": 5, "length_penalty": 0.5, "early_stopping": True, "store": True, "modalities": ["audio"],
     "verbosity": "low", "guided_json": {"type": "object"}, "chat_template": "x", "logits_processors": ["f"],
     "suffix": "x", "top_n_sigma": 1.0, "n_probs": 3, "max_new_tokens": 4, "num_beams": 2, "do_sample": False,

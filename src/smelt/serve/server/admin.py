@@ -36,7 +36,7 @@ register_fields(LoadLoraRequest, UnloadLoraRequest)
 async def load_lora_adapter(body: LoadLoraRequest, request: Request) -> Response:
     service, name = _service(request, "allow_lora_updates"), body.lora_name
     folder = await asyncio.to_thread(_adapter_folder, body.lora_path, service.settings.lora_roots)
-    if name == service.name:
+    if name in (service.name, *service.aliases):
         raise ApiError(400, "that is the name of the model; choose another.", param="lora_name")
     await service.require_supervisor().load_adapter(name, folder)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")

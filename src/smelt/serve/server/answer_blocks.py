@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
@@ -25,6 +25,7 @@ class AnswerBlock:
     id: str  # a random part of ids
     text: str = ""
     name: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)  # of a text, if the writer adds them
 
 
 class BlockEvent(NamedTuple):

@@ -107,7 +107,7 @@ class ApiProcesses:
         engine = self.supervisor.engine
         assert engine is not None
         metrics, self._admission, _ = shared_counts(
-            self.settings, self.settings.served_name, engine.max_model_len, self._table
+            self.settings, self.settings.served_names[0], engine.max_model_len, self._table
         )
         self.supervisor.count_in(metrics, lambda: self._admission.admitted)
         return True

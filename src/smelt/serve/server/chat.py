@@ -11,16 +11,17 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from smelt.serve.server.chat_generation import Call, ChatAnswer, ChatDelta, ChatGeneration, prepare_chat
-from smelt.serve.server.generation import Delta, prompt_logprobs_body
+from smelt.serve.server.generation import Delta, logprobs_body, prompt_logprobs_body
 from smelt.serve.server.parsers.base import CallStart, Content, Part, Reasoning
 from smelt.serve.server.schemas import ChatRequest
 from smelt.serve.server.service import Service
 from smelt.serve.server.stream import Chunk, respond
-from smelt.serve.server.tokenization import AsyncTokenizer
+from smelt.serve.server.tools import message_text
 
 router = APIRouter()
 
 
+@router.post("/chat/completions", include_in_schema=False)
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service: Service = request.app.state.service
@@ -38,14 +39,22 @@ class _Writer:
             "created": int(time.time()), "model": body.model or service.name,
             "system_fingerprint": service.system_fingerprint,
         }  # fmt: skip
+        last, index = body.messages[-1], len(body.messages) - 1
+        self.echo = message_text(last, index) if body.echo and last.role == "assistant" else ""
+        self.with_reasoning = body.include_reasoning is not False
 
     def response(self, answers: list[Delta]) -> dict[str, Any]:
         choices = []
         for position, answer in enumerate(answers):  # of several samples, the best may be any
             delta = self.chat.parse(answer)
-            message = _message(self.chat.answers[answer.index])
-            choices.append({**self._choice(answer, delta.reason, message=message), "index": position})
-        response = {**self.head, "choices": choices, "usage": self.generation.usage}
+            message = self._message(self.chat.answers[answer.index])
+            choices.append(
+                {"token_ids": None, **self._choice(answer, delta.reason, message=message), "index": position}
+            )
+        response = {
+            **self.head, "choices": choices, "usage": self.generation.usage, "prompt_logprobs": None,
+            "prompt_token_ids": self.generation.prompts[0] if self.body.return_token_ids else None,
+        }  # fmt: skip
         if (count := self.body.prompt_logprobs) is not None:
             logprobs = self.generation.prompt_logprobs(0)
             response["prompt_logprobs"] = prompt_logprobs_body(self.tokenizer, logprobs, count)
@@ -54,7 +63,7 @@ class _Writer:
     async def chunks(self) -> AsyncIterator[Chunk]:
         head = {**self.head, "object": "chat.completion.chunk"}
         options = self.body.stream_options
-        usage_in_chunks = options is not None and bool(options.continuous_usage_stats)
+        usage_in_chunks = options is not None and bool(options.include_usage and options.continuous_usage_stats)
         started: set[int] = set()
         async for deltas in self.chat.deltas():
             yield None
@@ -63,8 +72,10 @@ class _Writer:
                 index = delta.raw.index
                 if index not in started:
                     started.add(index)
-                    first = self._choice(Delta(index), "", delta={"role": "assistant", "content": ""})
-                    yield {**head, "choices": [first], **usage}
+                    first = self._choice(Delta(index), "", delta={"role": "assistant", "content": self.echo})
+                    with_prompt = self.body.return_token_ids and len(started) == 1
+                    prompt = {"prompt_token_ids": self.generation.prompts[0]} if with_prompt else {}
+                    yield {**head, "choices": [first], **prompt, **usage}
                 for choice in self._delta_choices(delta):
                     yield {**head, "choices": [choice], **usage}
         if options is not None and options.include_usage:
@@ -76,6 +87,8 @@ class _Writer:
         index = count - sum(isinstance(part, CallStart) for part in delta.parts) - 1  # of the call that went on
         contents = []
         for part in delta.parts:
+            if isinstance(part, Reasoning) and not self.with_reasoning:
+                continue
             index += isinstance(part, CallStart)
             contents.append(self._part_content(part, raw.index, index))
         shown = raw.logprobs or delta.reason or (self.body.return_token_ids and raw.tokens)
@@ -87,6 +100,15 @@ class _Writer:
             reason = delta.reason if number == len(contents) - 1 else ""
             choices.append(self._choice(tokens, reason, delta=content))
         return choices
+
+    def _message(self, answer: ChatAnswer) -> dict[str, Any]:
+        content = self.echo + answer.content
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if answer.calls:
+            message |= {"content": content or None, "tool_calls": [call.to_json() for call in answer.calls]}
+        if answer.reasoning and self.with_reasoning:  # under the names of DeepSeek and vLLM
+            message |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
+        return message
 
     def _part_content(self, part: Part, answer: int, index: int) -> dict[str, Any]:
         if isinstance(part, Content):
@@ -110,25 +132,4 @@ class _Writer:
     def _logprobs(self, answer: Delta) -> dict[str, Any] | None:
         if not self.body.logprobs:
             return None
-        content = [
-            {
-                **_entry(self.tokenizer, logprob.token, logprob.own),
-                "top_logprobs": [_entry(self.tokenizer, *pair) for pair in logprob.top],
-            }
-            for logprob in answer.logprobs
-        ]
-        return {"content": content, "refusal": None}
-
-
-def _message(answer: ChatAnswer) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
-    if answer.calls:
-        message |= {"content": answer.content or None, "tool_calls": [call.to_json() for call in answer.calls]}
-    if answer.reasoning:  # under the names of DeepSeek and vLLM
-        message |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
-    return message
-
-
-def _entry(tokenizer: AsyncTokenizer, token: int, value: float) -> dict[str, Any]:
-    text, content = tokenizer.token(token)
-    return {"token": text, "logprob": value, "bytes": list(content)}
+        return {"content": logprobs_body(self.tokenizer, answer.logprobs), "refusal": None}

@@ -28,8 +28,10 @@ from smelt.serve.server.tokenization import INLINE_CHARACTERS
 
 router = APIRouter()
 DEFAULT_MAX_TOKENS = 16
+_NOT_ASKED = dict.fromkeys(("prompt_logprobs", "prompt_token_ids", "token_ids"))  # null, as in vLLM's answers
 
 
+@router.post("/completions", include_in_schema=False)
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
     service: Service = request.app.state.service
@@ -94,7 +96,7 @@ class _Writer:
         self.lengths = [0 if self.echoes_logprobs else len(self._echo(answer.index)) for answer in generation.answers]
 
     def response(self, answers: list[Delta]) -> dict[str, Any]:
-        choices = [self._choice(answer, self._echo(answer.index), first=True) for answer in answers]
+        choices = [{**_NOT_ASKED, **self._choice(answer, self._echo(answer.index), first=True)} for answer in answers]
         for position, choice in enumerate(choices):
             if (count := self.body.prompt_logprobs) is not None:
                 logprobs = self.generation.prompt_logprobs(choice["index"])
@@ -104,7 +106,7 @@ class _Writer:
 
     async def chunks(self) -> AsyncIterator[Chunk]:
         options = self.body.stream_options
-        usage_in_chunks = options is not None and bool(options.continuous_usage_stats)
+        usage_in_chunks = options is not None and bool(options.include_usage and options.continuous_usage_stats)
         echoed: set[int] = set()
         async for deltas in self.generation.deltas():
             yield None
@@ -127,7 +129,8 @@ class _Writer:
         }  # fmt: skip
         if self.body.return_token_ids:
             choice["token_ids"] = delta.tokens
-            choice["prompt_token_ids"] = self.generation.prompts[delta.index // self.generation.sampling.n]
+            if first:
+                choice["prompt_token_ids"] = self.generation.prompts[delta.index // self.generation.sampling.n]
         return choice
 
     def _echo(self, index: int) -> str:

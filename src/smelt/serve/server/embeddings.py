@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 router = APIRouter()
 
 
+@router.post("/embeddings", include_in_schema=False)
 @router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     service: Service = request.app.state.service

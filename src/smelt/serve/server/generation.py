@@ -325,7 +325,7 @@ def check_generation(service: Service, body: GenerationRequest, prompts: int = 1
 def truncate_prompt(
     tokens: list[int], body: GenerationRequest, service: Service, sampling: SamplingParams
 ) -> list[int]:
-    """Return the last `truncate_prompt_tokens` tokens, if a request wants that; -1: as many as fit."""
+    """Return the last `truncate_prompt_tokens` tokens, if a request wants that, or the first; -1: as many as fit."""
     count = body.truncate_prompt_tokens
     if count is None:
         return tokens
@@ -333,7 +333,8 @@ def truncate_prompt(
         message = "truncate_prompt_tokens: at least one token must stay."
         raise ApiError(400, message, param="truncate_prompt_tokens")
     longest = min(service.max_model_len - max(sampling.max_tokens or 1, 1), service.tokenizer.max_tokens)
-    return tokens[-max(longest if count == -1 else count, 1) :]
+    kept = max(longest if count == -1 else count, 1)
+    return tokens[:kept] if body.truncation_side == "right" else tokens[-kept:]
 
 
 def build_sampling_params(
@@ -378,6 +379,19 @@ def build_sampling_params(
         )
     except RequestError as error:
         raise ApiError(400, str(error)) from error
+
+
+def logprobs_body(tokenizer: AsyncTokenizer, logprobs: list[TokenLogprob]) -> list[dict[str, Any]]:
+    """Return the log-probabilities of generated tokens as OpenAI's chat completions and responses do."""
+
+    def entry(token: int, value: float) -> dict[str, Any]:
+        text, content = tokenizer.token(token)
+        return {"token": text, "logprob": value, "bytes": list(content)}
+
+    return [
+        {**entry(logprob.token, logprob.own), "top_logprobs": [entry(*pair) for pair in logprob.top]}
+        for logprob in logprobs
+    ]
 
 
 def prompt_logprobs_body(

@@ -117,10 +117,12 @@ def _translate(body: CountTokensRequest) -> ChatRequest:
         chat.append({"role": "system", "content": text_of(body.system, ["text"], "system")})
     for index, message in enumerate(body.messages):
         chat += _translate_message(message, f"messages.{index}")
-    if chat[-1]["role"] == "assistant":
-        problem = "messages: the last one must be of the user; to go on with a text of the assistant is not supported."
-        raise ApiError(400, problem, param="messages", code="unsupported")
     fields: dict[str, Any] = {"model": body.model, "messages": chat, **_translate_tools(body)}
+    if chat[-1]["role"] == "assistant":  # the beginning of the answer
+        if "tool_calls" in chat[-1] or not chat[-1]["content"]:
+            problem = "messages: the last one may be a text of the assistant, which the answer continues, but no calls."
+            raise ApiError(400, problem, param="messages")
+        fields["continue_final_message"] = True
     if body.thinking is not None:
         fields["reasoning_effort"] = "none" if body.thinking.type == "disabled" else "medium"
     if isinstance(body, MessagesRequest):

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
+from smelt.serve.engine.sampling_params import MAX_LOGPROBS
 from smelt.serve.server.answer_blocks import (
     AnswerBlock,
     BlockAssembler,
@@ -19,9 +20,9 @@ from smelt.serve.server.answer_blocks import (
     refuse_fields,
     text_of,
 )
-from smelt.serve.server.chat_generation import ChatGeneration, prepare_chat
+from smelt.serve.server.chat_generation import ChatDelta, ChatGeneration, prepare_chat
 from smelt.serve.server.errors import ApiError
-from smelt.serve.server.generation import Delta
+from smelt.serve.server.generation import Delta, logprobs_body
 from smelt.serve.server.schemas import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -29,10 +30,12 @@ from smelt.serve.server.schemas import (
     FunctionName,
     StrictModel,
     Text,
+    extras,
     register_fields,
 )
 from smelt.serve.server.service import Service
 from smelt.serve.server.stream import Chunk, StreamFormat, named_event, respond
+from smelt.serve.server.unsupported import check_fields
 
 router = APIRouter()
 _STREAM = StreamFormat(
@@ -47,9 +50,18 @@ _UNSUPPORTED = {
     "store": "responses are not stored; leave it out, and send the whole conversation as input",
     "background": "responses are not stored, so that a client must wait for them",
     "prompt": "there are no stored prompts; send input",
-    "top_logprobs": "log-probabilities are not supported here; use /v1/chat/completions",
     "max_tool_calls": "this server calls no tools itself",
 }
+
+
+_LOGPROBS = "message.output_text.logprobs"  # of `include`
+# Fields of chat completions that vLLM takes here, too.
+_SAMPLING_FIELDS = (
+    "top_k", "min_p", "seed", "stop", "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "min_tokens", "ignore_eos", "logit_bias", "allowed_token_ids", "bad_words", "priority", "cache_salt",
+    "chat_template_kwargs", "structured_outputs",
+)  # fmt: skip
+_HARMLESS = ("stream_options", "client_metadata")
 
 
 class ResponsesTool(StrictModel):
@@ -90,11 +102,14 @@ class ResponsesRequest(StrictModel):
     stream: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, str] | None = None
+    include: Annotated[list[str], Field(max_length=16)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 register_fields(ResponsesTool, ResponsesToolChoice, ReasoningOptions, TextOptions, ResponsesRequest)
 
 
+@router.post("/responses", include_in_schema=False)
 @router.post("/v1/responses")
 async def responses(body: ResponsesRequest, request: Request) -> Response:
     service: Service = request.app.state.service
@@ -103,7 +118,12 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
 
 
 def _translate(body: ResponsesRequest) -> ChatRequest:
-    refuse_fields(body.model_extra or {}, _UNSUPPORTED)
+    more = extras(body)
+    refuse_fields(more, _UNSUPPORTED)
+    sampling = {name: more.pop(name) for name in _SAMPLING_FIELDS if name in more}
+    for name in (*_UNSUPPORTED, *_HARMLESS):
+        more.pop(name, None)
+    check_fields(body)
     if body.truncation == "auto":
         raise ApiError(400, "truncation: prompts are not cut; send a shorter one.", param="truncation")
     messages: list[dict[str, Any]] = []
@@ -116,8 +136,10 @@ def _translate(body: ResponsesRequest) -> ChatRequest:
         "model": body.model, "messages": messages, "parallel_tool_calls": body.parallel_tool_calls,
         "max_completion_tokens": body.max_output_tokens, "temperature": body.temperature, "top_p": body.top_p,
         "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
-        "response_format": _response_format(body), "tool_choice": body.tool_choice, "stream": body.stream,
+        "response_format": _response_format(body), "tool_choice": body.tool_choice, "stream": body.stream, **sampling,
     }  # fmt: skip
+    if _LOGPROBS in (body.include or ()):
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if body.tools:
         fields["tools"] = [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in body.tools]
     if isinstance(body.tool_choice, ResponsesToolChoice):
@@ -168,7 +190,8 @@ class _Writer:
     """Write the responses to one request."""
 
     def __init__(self, service: Service, body: ResponsesRequest, chat: ChatGeneration) -> None:
-        self.chat, self.blocks, self._events = chat, BlockAssembler(), 0
+        self.tokenizer, self.chat, self.blocks, self._events = service.tokenizer, chat, BlockAssembler(), 0
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is held back
         settings = body.model_dump(
             include={"instructions", "max_output_tokens", "temperature", "top_p", "tools", "tool_choice", "text"}
         )
@@ -186,7 +209,7 @@ class _Writer:
 
     def response(self, answers: list[Delta]) -> dict[str, Any]:
         delta = self.chat.parse(answers[0])
-        self.blocks.add(delta.parts)
+        self._add(delta)
         return self._response(delta.reason)
 
     async def chunks(self) -> AsyncIterator[Chunk]:
@@ -199,11 +222,25 @@ class _Writer:
                     for state in ("created", "in_progress"):
                         yield self._event(f"response.{state}", response=self._response(""))
                 reason = delta.reason
-                for event in self.blocks.add(delta.parts) + (self.blocks.finish() if delta.reason else []):
-                    for content in _stream_events(event):
+                for event, logprobs in self._add(delta):
+                    for content in _stream_events(event, logprobs):
                         yield self._event(**content)
         state = "incomplete" if reason == "length" else "completed"
         yield self._event(f"response.{state}", response=self._response(reason))
+
+    def _add(self, delta: ChatDelta) -> list[tuple[BlockEvent, list[dict[str, Any]]]]:
+        """Return what a delta begins, adds and ends, each with new log-probabilities: with those of text that was held
+        back before, but not of reasoning and calls.
+        """
+        self._logprobs += logprobs_body(self.tokenizer, delta.raw.logprobs)
+        events: list[tuple[BlockEvent, list[dict[str, Any]]]] = []
+        for event in self.blocks.add(delta.parts) + (self.blocks.finish() if delta.reason else []):
+            new: list[dict[str, Any]] = []
+            if event.event == "delta":
+                new, self._logprobs = self._logprobs if event.block.type == "text" else [], []
+                event.block.logprobs += new
+            events.append((event, new))
+        return events
 
     def _event(self, type: str, **content: Any) -> dict[str, Any]:
         self._events += 1
@@ -241,11 +278,11 @@ def _item(block: AnswerBlock, status: str) -> dict[str, Any]:
 
 def _content_part(block: AnswerBlock, text: str) -> dict[str, Any]:
     if block.type == "text":
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": block.logprobs if text else []}
     return {"type": "reasoning_text", "text": text}
 
 
-def _stream_events(event: BlockEvent) -> list[dict[str, Any]]:
+def _stream_events(event: BlockEvent, new_logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the events of a part of an item, by their types."""
     block = event.block
     item = _item(block, "completed" if event.event == "end" else "in_progress")
@@ -255,7 +292,8 @@ def _stream_events(event: BlockEvent) -> list[dict[str, Any]]:
         within["content_index"] = 0
     names = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
     name = f"response.{names[block.type]}"
-    logprobs: dict[str, Any] = {"logprobs": []} if block.type == "text" else {}
+    shown = new_logprobs if event.event == "delta" else block.logprobs
+    logprobs: dict[str, Any] = {"logprobs": shown} if block.type == "text" else {}
     if event.event == "delta":
         return [{"type": f"{name}.delta", **within, "delta": event.text, **logprobs}]
     if event.event == "start":

@@ -47,7 +47,7 @@ class StrictModel(BaseModel):
 
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
+    continuous_usage_stats: bool | None = None  # in every chunk; with include_usage only, as in vLLM
 
 
 class GenerationRequest(StrictModel):
@@ -94,6 +94,7 @@ class GenerationRequest(StrictModel):
     add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     user: str | None = None
 
 
@@ -156,6 +157,8 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    echo: bool | None = None  # begin the answer with the last message, if it is of the assistant
+    include_reasoning: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
@@ -175,6 +178,10 @@ class EmbeddingRequest(StrictModel):
 class TokenizeRequest(StrictModel):
     model: str | None = None
     prompt: Text | None = None
+    content: Text | None = None  # llama.cpp's prompt, with special tokens if add_special
+    add_special: bool | None = None
+    with_pieces: bool | None = None
+    parse_special: Literal[True] | None = None
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool | None = None

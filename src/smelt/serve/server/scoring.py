@@ -1,4 +1,4 @@
-"""POST /rerank, /score and /classify, for encoders: in the forms of Jina and Cohere, and of vLLM.
+"""POST /rerank, /score and /classify, for encoders: in the forms of Jina and Cohere, of TEI, and of vLLM.
 
 Two texts are scored by the cosine of their embeddings or, by a cross-encoder (a classification head with one output
 that reads both texts), by the sigmoid of its output.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import Field
+from pydantic import AliasChoices, Field
 from starlette.responses import JSONResponse, Response
 
 from smelt.serve.server.embeddings import encode_inputs, require_encoder, run_encoder
@@ -33,15 +33,21 @@ class Document(StrictModel):
 class RerankRequest(StrictModel):
     model: str | None = None
     query: Text
-    documents: Annotated[list[Text | Document], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
+    documents: Annotated[list[Text | Document], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)] | None = (
+        None
+    )
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool | None = None
+    texts: Texts | None = None  # of Hugging Face's TEI, instead of documents
+    return_text: bool | None = None
+    raw_scores: Literal[False] | None = None
+    truncate: Literal[False] | None = None
 
 
 class ScoreRequest(StrictModel):
     model: str | None = None
-    text_1: Text | Texts
-    text_2: Text | Texts
+    text_1: Annotated[Text | Texts, Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))]
+    text_2: Annotated[Text | Texts, Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))]
 
 
 class ClassifyRequest(StrictModel):
@@ -57,9 +63,15 @@ register_fields(Document, RerankRequest, ScoreRequest, ClassifyRequest)
 async def rerank(body: RerankRequest, request: Request) -> Response:
     service: Service = request.app.state.service
     check_fields(body)
-    documents = [document if isinstance(document, str) else document.text for document in body.documents]
+    if (body.documents is None) == (body.texts is None):
+        raise ApiError(400, "give documents, or texts as for TEI.", param="documents")
+    items = body.documents or body.texts or []
+    documents = [item if isinstance(item, str) else item.text for item in items]
     scores, tokens = await _scores(request, body.model, [(body.query, document) for document in documents])
     order = sorted(range(len(documents)), key=lambda index: -scores[index])[: body.top_n]
+    if body.texts is not None:
+        texts = {index: {"text": documents[index]} if body.return_text else {} for index in order}
+        return JSONResponse([{"index": index, "score": scores[index], **texts[index]} for index in order])
     with_documents = body.return_documents is not False
     results = [
         {"index": index, "relevance_score": scores[index]}

@@ -67,7 +67,7 @@ def log_address(settings: ServerSettings, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
     scheme = "http" if settings.tls is None else "https"
-    logger.info("%s is served at %s://%s:%d (Ctrl-C stops it)", settings.served_name, scheme, address, port)
+    logger.info("%s is served at %s://%s:%d (Ctrl-C stops it)", settings.served_names[0], scheme, address, port)
 
 
 def _record_sinks(settings: ServerSettings, stack: ExitStack) -> list[RecordSink]:

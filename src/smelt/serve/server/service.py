@@ -103,7 +103,7 @@ class Service:
     ) -> None:  # fmt: skip
         self.settings, self.limits, self._supervisor_factory = settings, settings.limits, supervisor_factory
         self._table = table or SharedTable(len(settings.keys))
-        self.name = settings.served_name
+        self.name, *self.aliases = settings.served_names
         self.created = int(time.time())
         identity = f"{settings.model} {self.name} {__version__}"
         self.system_fingerprint = f"fp_{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
@@ -182,8 +182,8 @@ class Service:
 
     @property
     def names(self) -> list[str]:
-        """Names in the API: the model and each of its adapters."""
-        return [self.name, *self.adapters]
+        """Names in the API: the model, under all of its names, and each of its adapters."""
+        return [self.name, *self.aliases, *self.adapters]
 
     @property
     def adapters(self) -> Mapping[str, str]:

@@ -51,7 +51,9 @@ class ServerSettings:
     """Everything that a running server needs: resolved, with hashed API keys."""
 
     model: str
-    name: str = ""  # in the API; by default the last part of `model`
+    name: str = (
+        ""  # in the API, or several with commas; by default the last part of `model`; several, separated by commas
+    )
     host: str = "127.0.0.1"
     port: int = 8000
     keys: Keys = field(default_factory=dict)  # by the SHA-256 of each API key; if empty, none is required
@@ -73,8 +75,10 @@ class ServerSettings:
     api_server_count: int = 1  # processes that serve HTTP
 
     @property
-    def served_name(self) -> str:
-        return self.name or Path(self.model).name
+    def served_names(self) -> list[str]:
+        """The model's name in the API, and its other names."""
+        names = dict.fromkeys(name for part in self.name.split(",") if (name := part.strip()))
+        return [*names] or [Path(self.model).name]
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings for another process."""
@@ -129,7 +133,10 @@ class ServeConfig:
         ServerSettings.api_server_count, "Processes that serve HTTP in front of the engine.",
         minimum=1, maximum=64, panel="Network",
     )  # fmt: skip
-    served_model_name: str = _option("", "Model name in the API; by default the last part of MODEL.", panel="Network")
+    served_model_name: str = _option(
+        "", "Model name in the API, or several with commas; by default the last part of MODEL.", metavar="NAMES",
+        panel="Network",
+    )  # fmt: skip
     device: str = _option("auto", "Where to run: auto (a GPU if there is one), cpu or cuda.", panel="Engine")
     max_model_len: int | None = _option(
         None, "Maximum tokens of prompt and answer together.", minimum=2, panel="Engine"

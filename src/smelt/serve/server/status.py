@@ -33,12 +33,14 @@ CONTENT_SECURITY_POLICY = (
 )
 
 
+@router.get("/models", include_in_schema=False)
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
     service: Service = request.app.state.service
     return {"object": "list", "data": [_model_card(service, name) for name in service.names]}
 
 
+@router.get("/models/{name:path}", include_in_schema=False)
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> dict[str, Any]:
     service: Service = request.app.state.service

@@ -1,4 +1,4 @@
-"""Structured output: OpenAI's `response_format` and vLLM's `structured_outputs`."""
+"""Structured output: OpenAI's `response_format`, vLLM's `structured_outputs` and llama.cpp's `json_schema`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ def parse_structured_output(body: GenerationRequest) -> StructuredOutputParams |
     """Return the constraint that a request asks for, if any; the engine compiles it."""
     fields = extras(body)
     try:
-        options = [_response_format(fields.get("response_format")), _structured(fields.get("structured_outputs"))]
+        options = [
+            _response_format(fields.get("response_format")), _structured(fields.get("structured_outputs")),
+            _schema("json_schema", fields.get("json_schema")),
+        ]  # fmt: skip
         constraints = [constraint for constraint in options if constraint is not None]
     except SmeltError as error:
         raise ApiError(400, str(error), param="response_format") from error
     if len(constraints) > 1:
-        raise ApiError(400, "response_format and structured_outputs: use only one of them.", param="response_format")
+        message = "response_format, structured_outputs and json_schema: use only one of them."
+        raise ApiError(400, message, param="response_format")
     return constraints[0] if constraints else None
 
 
@@ -33,15 +37,23 @@ def _response_format(content: Any) -> StructuredOutputParams | None:
     format_type = content.get("type") if isinstance(content, dict) else None
     if format_type == "text":
         return None
-    if format_type == "json_object":
-        return StructuredOutputParams("json")
+    if format_type == "json_object":  # with a schema in Mistral's, Together's and llama.cpp's APIs
+        return _schema("response_format", content.get("schema")) or StructuredOutputParams("json")
     if format_type == "json_schema":
-        described = content.get("json_schema")
-        schema = described.get("schema") if isinstance(described, dict) else None
-        if not isinstance(schema, dict):
+        described = content.get("json_schema", content)
+        constraint = _schema("response_format", described.get("schema") if isinstance(described, dict) else None)
+        if constraint is None:
             raise _invalid("response_format", "json_schema requires an object `schema`")
-        return StructuredOutputParams("schema", json.dumps(schema))
+        return constraint
     raise _invalid("response_format", "its type must be text, json_object or json_schema")
+
+
+def _schema(param: str, schema: Any) -> StructuredOutputParams | None:
+    if schema is None:
+        return None
+    if not isinstance(schema, dict):
+        raise _invalid(param, "the schema must be an object")
+    return StructuredOutputParams("schema", json.dumps(schema))
 
 
 def _structured(content: Any) -> StructuredOutputParams | None:

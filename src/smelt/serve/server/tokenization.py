@@ -93,9 +93,18 @@ class AsyncTokenizer:
 
         return await self._run(2 * sum(map(len, words)), encode)
 
-    async def token_texts(self, tokens: Sequence[int]) -> list[str]:
-        """Return the text of each token alone."""
-        return await self._run(len(tokens), lambda: [self.token(token)[0] for token in tokens])
+    async def token_strings(self, tokens: Sequence[int]) -> list[str]:
+        """Return the tokens as the vocabulary spells them."""
+        return await self._run(len(tokens), lambda: self.tokenizer.convert_ids_to_tokens(list(tokens)))
+
+    async def pieces(self, tokens: Sequence[int]) -> list[str | list[int]]:
+        """Return the text of each token alone, or its bytes where they are a part of a character."""
+
+        def piece(token: int) -> str | list[int]:
+            text, content = self.token(token)
+            return list(content) if INCOMPLETE in text else text
+
+        return await self._run(len(tokens), lambda: [piece(token) for token in tokens])
 
     async def decode(self, tokens: Sequence[int]) -> str:
         return await self._run(len(tokens), lambda: str(self.tokenizer.decode(list(tokens))))

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info."""
+"""POST /tokenize, /detokenize and /apply-template, GET /tokenizer_info: in the forms of vLLM and of llama.cpp."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ router = APIRouter()
 async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
     service: Service = request.app.state.service
     service.check_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "give either prompt or messages.", param="prompt")
-    if body.messages is not None:
+    if sum(field is not None for field in (body.prompt, body.messages, body.content)) != 1:
+        raise ApiError(400, "give either prompt, messages or content.", param="prompt")
+    if body.content is not None:
+        tokens = await service.tokenizer.encode(body.content, special=bool(body.add_special), param="content")
+    elif body.messages is not None:
         chat = ChatRequest(
             messages=body.messages, tools=body.tools, add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message, chat_template_kwargs=body.chat_template_kwargs,
@@ -30,8 +32,12 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
         tokens = await service.tokenizer.encode(text, special=bool(body.add_special_tokens), param="messages")
     else:
         tokens = await service.tokenizer.encode(body.prompt or "", special=body.add_special_tokens is not False)
-    strings = await service.tokenizer.token_texts(tokens) if body.return_token_strs else None
-    return {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens, "token_strs": strings}
+    strings = await service.tokenizer.token_strings(tokens) if body.return_token_strs else None
+    shown: list[Any] = tokens
+    if body.with_pieces:
+        pieces = await service.tokenizer.pieces(tokens)
+        shown = [{"id": token, "piece": piece} for token, piece in zip(tokens, pieces, strict=True)]
+    return {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": shown, "token_strs": strings}
 
 
 @router.post("/detokenize")
@@ -43,6 +49,14 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str
         raise ApiError(400, message, param="tokens", code="context_length_exceeded")
     service.check_tokens(body.tokens)
     return {"prompt": await service.tokenizer.decode(body.tokens)}
+
+
+@router.post("/apply-template")
+async def apply_template(body: ChatRequest, request: Request) -> dict[str, str]:
+    """Return the prompt that the chat template makes of the messages and tools of a chat request."""
+    service: Service = request.app.state.service
+    service.check_model(body.model)
+    return {"prompt": await render_prompt(service, body, parse_tools(body, service.output_format))}
 
 
 @router.get("/tokenizer_info")

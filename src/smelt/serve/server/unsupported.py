@@ -16,11 +16,11 @@ from smelt.serve.server.schemas import GenerationRequest, StrictModel, extras
 # Fields that do not change an answer here: of OpenAI, vLLM, llama.cpp, and of clients and gateways.
 _HARMLESS = frozenset({
     "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prediction",
-    "parallel_tool_calls", "reasoning_effort", "include_reasoning", "response_format", "structured_outputs",
-    "guided_decoding_backend", "cache_prompt", "id_slot", "slot_id", "return_progress", "timings_per_token",
-    "n_keep", "n_indent", "repeat_last_n", "dynatemp_exponent", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
-    "dry_sequence_breakers", "xtc_threshold", "mirostat_tau", "mirostat_eta", "draft_model", "ttl", "keep_alive",
-    "chat_id", "session_id", "spaces_between_special_tokens",  # the last: of slow tokenizers
+    "parallel_tool_calls", "reasoning_effort", "response_format", "structured_outputs",
+    "json_schema", "guided_decoding_backend", "cache_prompt", "id_slot", "slot_id", "return_progress",
+    "timings_per_token", "n_keep", "n_indent", "repeat_last_n", "dynatemp_exponent", "dry_base", "dry_allowed_length",
+    "dry_penalty_last_n", "dry_sequence_breakers", "xtc_threshold", "mirostat_tau", "mirostat_eta", "draft_model",
+    "ttl", "keep_alive", "chat_id", "session_id", "spaces_between_special_tokens",  # the last: of slow tokenizers
 })  # fmt: skip
 
 _TOOLS = "tools are for chat completions"
@@ -39,7 +39,6 @@ _UNSUPPORTED = {
     "guided_whitespace_pattern": _STRUCTURED,
     "structural_tag": _STRUCTURED,
     "grammar": _STRUCTURED,
-    "json_schema": _STRUCTURED,
     "chat_template": "the chat template is the model's own and cannot be sent",
     "documents": "the chat template gets no documents; write them into a message",
     "prompt_embeds": "prompts are text or tokens; vectors cannot be sent",
