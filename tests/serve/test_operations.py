@@ -178,7 +178,7 @@ def test_the_root_path_is_a_prefix_that_a_proxy_may_remove(operated: Operated) -
     assert server.get("/llm/v1/models", headers=operated.bearer).json()["data"][0]["id"] == NAME
     assert server.get("/llmx/health", headers=operated.bearer).status_code == 404
     assert server.get("/llm/openapi.json", headers=operated.bearer).json()["servers"] == [{"url": "/llm"}]
-    assert 'fetch("state"' in server.get("/llm/", headers=operated.bearer).text, "the page reads paths below its own"
+    assert 'request("state")' in server.get("/llm/", headers=operated.bearer).text, "the page reads paths below its own"
 
 
 def test_only_allowed_origins_may_read_answers(operated: Operated) -> None:

@@ -32,6 +32,7 @@ DEFAULT_MAX_TOKENS = 16
 
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
+    """Continue one or several prompts, in one response or as server-sent events."""
     service: Service = request.app.state.service
     inputs = _inputs(body)
     check_generation(service, body, len(inputs))

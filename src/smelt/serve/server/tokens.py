@@ -17,6 +17,7 @@ router = APIRouter()
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+    """Return the tokens of a prompt, or of messages through the chat template."""
     service: Service = request.app.state.service
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -36,6 +37,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
+    """Return the text of tokens."""
     service: Service = request.app.state.service
     service.check_model(body.model)
     if len(body.tokens) > service.max_model_len:
