@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+PATIENCE = 120.0  # seconds, even on a slow machine
 CHROMIUM = shutil.which("chromium")
 OPTIONS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
@@ -53,6 +56,36 @@ class Browser:
     def ask(self, expression: str) -> Any:
         reply = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         return reply["result"].get("value")
+
+    def wait_for(self, expression: str, seconds: float = PATIENCE) -> Any:
+        """Wait until an expression is true; return its value."""
+        until = time.monotonic() + seconds
+        while not (value := self.ask(expression)):
+            assert time.monotonic() < until, (expression, self.ask("document.body.innerText"))
+            time.sleep(0.05)
+        return value
+
+    def type(self, text: str) -> None:
+        """Type into the element that has the focus."""
+        self.call("Input.insertText", text=text)
+
+    def press(self, key: str, code: int) -> None:
+        """Press and release a key that is no character, by its name and its virtual key code."""
+        text = {"text": "\r"} if key == "Enter" else {}
+        for kind in ("keyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **text)
+
+    def screenshot(self, path: Path, scheme: str = "light", width: int = 1280, height: int = 900) -> None:
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
+        self.call("Emulation.clearDeviceMetricsOverride")
+
+    @property
+    def complaints(self) -> list[dict[str, Any]]:
+        """What the page logged: exceptions, violations of its policy, responses with an error status."""
+        return [event for event in self.events if event.get("method") in ("Log.entryAdded", "Runtime.exceptionThrown")]
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._number += 1

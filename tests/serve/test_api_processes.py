@@ -16,7 +16,7 @@ import pytest
 from smelt.errors import ConfigError, SmeltError
 from smelt.serve.server.api_processes import ApiProcesses
 from smelt.serve.server.auth import ApiKey
-from smelt.serve.server.server import bind_socket
+from smelt.serve.server.http_server import bind_socket
 from smelt.serve.server.settings import ServeConfig, ServerLimits, ServerSettings, TlsFiles
 from smelt.serve.server.shared_table import SharedTable
 from tests.serve.server_process import PATIENCE, Server, language_model, start, write_model

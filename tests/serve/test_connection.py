@@ -14,7 +14,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from smelt.serve.server.connection import TimedConnection
-from smelt.serve.server.server import tls_context
+from smelt.serve.server.http_server import tls_context
 from smelt.serve.server.settings import ServerLimits, TlsFiles
 from tests.serve.certificates import write_certificate
 

@@ -93,7 +93,7 @@ def test_running_requests_and_cache_usage_are_reported_live(server: Server) -> N
 
 
 def test_the_text_format() -> None:
-    counter, histogram = Counter("x", "Told.", "why", ("a",)), Histogram("y", "Told.", (1, 2.5))
+    counter, histogram = Counter("x", "Told.", "why", ("a", 'b"\n\\')), Histogram("y", "Told.", (1, 2.5))
     counter.inc(2, 'b"\n\\')
     for value in (0.5, 1, 2, 3):
         histogram.observe(value)

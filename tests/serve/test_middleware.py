@@ -22,11 +22,12 @@ from smelt.serve.server.middleware import RequestGuard
 from smelt.serve.server.rate_limit import RateLimits
 from smelt.serve.server.settings import ServerLimits, ServerSettings
 from smelt.serve.server.shared_table import SharedTable
+from smelt.version import __version__
 from tests.serve.conftest import KEYS
 from tests.serve.server_process import Server
 
 ROUTES = (
-    *(("GET", path) for path in ("/", "/metrics", "/state", "/version", "/v1/models", "/openapi.json", "/x")),
+    *(("GET", path) for path in ("/metrics", "/state", "/version", "/v1/models", "/openapi.json", "/x")),
     *(
         ("POST", path)
         for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize")
@@ -71,6 +72,18 @@ def test_probes_need_no_key_and_learn_nothing_else(keyed: Server) -> None:
     for path in ("/health", "/ping"):
         answer = keyed.get(path)
         assert answer.status_code == 200 and answer.json() == {"status": "ok"}
+
+
+def test_pages_need_no_key_and_say_nothing_about_the_server(keyed: Server) -> None:
+    for path in ("/", "/docs"):
+        answer = keyed.get(path)
+        assert answer.status_code == 200 and answer.text == keyed.get(path, headers={"x-api-key": KEYS[0]}).text
+        assert not any(word in answer.text for word in ("tiny", __version__))
+        assert keyed.post(path, {}).status_code == 401
+    challenges = [
+        keyed.get("/state", headers=headers).headers["www-authenticate"] for headers in ({}, {"x-api-key": ""})
+    ]
+    assert "Basic" in challenges[0] and challenges[1] == "Bearer"  # else the browser would prompt beside the page
 
 
 def test_the_challenge_reveals_nothing_about_keys(keyed: Server) -> None:

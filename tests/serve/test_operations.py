@@ -20,8 +20,8 @@ import pytest
 
 from smelt.errors import ConfigError, SmeltError
 from smelt.serve.server.access_log import AccessLog
+from smelt.serve.server.http_server import tls_context
 from smelt.serve.server.request_record import RequestRecord, request_id
-from smelt.serve.server.server import tls_context
 from smelt.serve.server.settings import ServeConfig, TlsFiles
 from tests.serve.certificates import write_certificate
 from tests.serve.server_process import NAME, PATIENCE, Server, read_events, start
@@ -178,7 +178,7 @@ def test_the_root_path_is_a_prefix_that_a_proxy_may_remove(operated: Operated) -
     assert server.get("/llm/v1/models", headers=operated.bearer).json()["data"][0]["id"] == NAME
     assert server.get("/llmx/health", headers=operated.bearer).status_code == 404
     assert server.get("/llm/openapi.json", headers=operated.bearer).json()["servers"] == [{"url": "/llm"}]
-    assert 'fetch("state"' in server.get("/llm/", headers=operated.bearer).text, "the page reads paths below its own"
+    assert 'request("state")' in server.get("/llm/", headers=operated.bearer).text, "the page reads paths below its own"
 
 
 def test_only_allowed_origins_may_read_answers(operated: Operated) -> None:

@@ -14,18 +14,20 @@ from pydantic import Field
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from smelt.serve.server.errors import ApiError
-from smelt.serve.server.schemas import StrictModel, register_fields
+from smelt.serve.server.schemas import StrictModel, example, register_fields
 from smelt.serve.server.service import Service
 
 router = APIRouter()
 
 
 class LoadLoraRequest(StrictModel):
+    model_config = example(lora_name="poet", lora_path="poet")
     lora_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_./:-]{1,128}$")]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class UnloadLoraRequest(StrictModel):
+    model_config = example(lora_name="poet")
     lora_name: Annotated[str, Field(min_length=1, max_length=128)]
 
 
@@ -34,6 +36,7 @@ register_fields(LoadLoraRequest, UnloadLoraRequest)
 
 @router.post("/v1/load_lora_adapter")
 async def load_lora_adapter(body: LoadLoraRequest, request: Request) -> Response:
+    """Load a LoRA adapter from a folder below --lora-root; needs --allow-lora-updates."""
     service, name = _service(request, "allow_lora_updates"), body.lora_name
     folder = await asyncio.to_thread(_adapter_folder, body.lora_path, service.settings.lora_roots)
     if name in (service.name, *service.aliases):
@@ -44,6 +47,7 @@ async def load_lora_adapter(body: LoadLoraRequest, request: Request) -> Response
 
 @router.post("/v1/unload_lora_adapter")
 async def unload_lora_adapter(body: UnloadLoraRequest, request: Request) -> Response:
+    """Unload a LoRA adapter that no request uses; needs --allow-lora-updates."""
     service, name = _service(request, "allow_lora_updates"), body.lora_name
     await service.require_supervisor().unload_adapter(name)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
@@ -61,6 +65,7 @@ async def sleep(request: Request, level: int = 1) -> Response:
 
 @router.post("/wake_up")
 async def wake_up(request: Request) -> Response:
+    """Start the engine's process again; needs --enable-sleep-mode."""
     service = _service(request, "enable_sleep_mode")
     await service.require_supervisor().wake_up()
     return Response()
@@ -68,6 +73,7 @@ async def wake_up(request: Request) -> Response:
 
 @router.get("/is_sleeping")
 async def is_sleeping(request: Request) -> Response:
+    """Say whether the engine sleeps; needs --enable-sleep-mode."""
     return JSONResponse({"is_sleeping": _service(request, "enable_sleep_mode").require_supervisor().asleep})
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.serve.server.control import AttachedSupervisor, ServedStatus
-from smelt.serve.server.server import run_http_server, set_up_logging
+from smelt.serve.server.http_server import run_http_server, set_up_logging
 from smelt.serve.server.settings import ServerSettings
 from smelt.serve.server.shared_table import SharedTable
 from smelt.serve.worker.client import Observer
@@ -27,7 +27,9 @@ from smelt.serve.worker.client import Observer
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent to all by Ctrl-C: the process that started this one decides
     set_up_logging()
-    logging.getLogger("smelt.serve.server.server").setLevel(logging.WARNING)  # it also says when all start and stop
+    logging.getLogger("smelt.serve.server.http_server").setLevel(
+        logging.WARNING
+    )  # it also says when all start and stop
     start = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     settings, folder = ServerSettings.from_json(start["settings"]), Path(start["folder"])

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from smelt.errors import SmeltError
 from smelt.serve.server.control import PublishingSupervisor, ServedStatus, control_socket, engine_socket
-from smelt.serve.server.server import bind_socket, log_address, raise_file_limit
+from smelt.serve.server.http_server import bind_socket, log_address, raise_file_limit
 from smelt.serve.server.service import engine_options, shared_counts
 from smelt.serve.server.settings import ServerSettings
 from smelt.serve.server.shared_table import SharedTable

@@ -17,6 +17,7 @@ from smelt.serve.server import (
     embeddings,
     messages,
     ollama,
+    pages,
     responses,
     scoring,
     status,
@@ -39,7 +40,8 @@ def create_app(service: Service, sinks: Sequence[RecordSink] = ()) -> ASGIApp:
     )  # fmt: skip
     app.state.service = service
     for module in (completions, chat, responses, messages, ollama, embeddings, scoring, tokens, admin, status):
-        app.include_router(module.router)
+        app.include_router(module.router, tags=[module.__name__.rpartition(".")[2]])
+    app.include_router(pages.router)
     for error in (ApiError, RequestError, OverloadedError, WorkerDiedError):
         app.add_exception_handler(error, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)

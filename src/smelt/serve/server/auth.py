@@ -89,7 +89,7 @@ def find_key(keys: Iterable[bytes], headers: Headers) -> bytes | None:
 def _request_key(headers: Headers) -> bytes:
     """Read `Authorization: Bearer`, `X-Api-Key`, or the password of HTTP Basic that a browser prompts for."""
     for name, value in headers:
-        if name == b"x-api-key":
+        if name == b"x-api-key" and value.strip():  # our pages send it empty until they have a key
             return value.strip()
         if name == b"authorization":
             scheme, _, rest = value.strip().partition(b" ")

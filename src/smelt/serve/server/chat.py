@@ -24,6 +24,7 @@ router = APIRouter()
 @router.post("/chat/completions", include_in_schema=False)
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    """Answer a conversation, in one response or as server-sent events."""
     service: Service = request.app.state.service
     chat = await prepare_chat(service, body, request.state.key)
     return await respond(request, chat.generation, _Writer(service, body, chat), body.stream)

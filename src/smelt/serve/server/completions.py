@@ -34,6 +34,7 @@ _NOT_ASKED = dict.fromkeys(("prompt_logprobs", "prompt_token_ids", "token_ids"))
 @router.post("/completions", include_in_schema=False)
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
+    """Continue one or several prompts, in one response or as server-sent events."""
     service: Service = request.app.state.service
     inputs = _inputs(body)
     check_generation(service, body, len(inputs))

@@ -26,6 +26,7 @@ router = APIRouter()
 @router.post("/embeddings", include_in_schema=False)
 @router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+    """Return embeddings of texts: the normalized mean over their tokens; for encoders."""
     service: Service = request.app.state.service
     check_fields(body)
     encoder = require_encoder(service, body.model)

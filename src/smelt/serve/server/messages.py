@@ -30,6 +30,7 @@ from smelt.serve.server.schemas import (
     Stop,
     StrictModel,
     Text,
+    example,
     register_fields,
 )
 from smelt.serve.server.service import Service
@@ -74,6 +75,7 @@ class Thinking(StrictModel):
 
 
 class CountTokensRequest(StrictModel):
+    model_config = example(messages=[{"role": "user", "content": "Why is the sky blue?"}])
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: Text | list[dict[str, Any]] | None = None
@@ -83,6 +85,7 @@ class CountTokensRequest(StrictModel):
 
 
 class MessagesRequest(CountTokensRequest):
+    model_config = example(messages=[{"role": "user", "content": "Why is the sky blue?"}], max_tokens=64)
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
     stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
@@ -96,6 +99,7 @@ register_fields(AnthropicMessage, AnthropicTool, AnthropicToolChoice, Thinking, 
 
 @router.post(_PATH)
 async def messages(body: MessagesRequest, request: Request) -> Response:
+    """Answer in Anthropic's Messages format."""
     service: Service = request.app.state.service
     chat = await prepare_chat(service, _translate(body), request.state.key)
     return await respond(request, chat.generation, _Writer(service, body, chat), body.stream, _STREAM)
@@ -103,6 +107,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
 
 @router.post(f"{_PATH}/count_tokens")
 async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, int]:
+    """Count the tokens of a request to /v1/messages."""
     service: Service = request.app.state.service
     service.check_model(body.model)
     chat = _translate(body)

@@ -20,7 +20,7 @@ from smelt.serve.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 _CLOSE = {"connection": "close"}
-PUBLIC_PATHS = ("/health", "/ping")  # read by probes, which have no key
+PUBLIC_PATHS = ("/health", "/ping", "/", "/docs")  # for probes, which have no key, and pages, which ask for one
 MAX_PATH = 256  # characters of it that are recorded
 DRAIN_FACTOR, DRAIN_SECONDS = 8, 1.0  # how much of a refused body is read and discarded, and for how long
 
@@ -121,7 +121,8 @@ class RequestGuard:
             if key is None and scope["method"] == "GET" and scope["path"] in PUBLIC_PATHS:
                 state["authorized"] = False
             elif key is None:
-                challenge = {"www-authenticate": 'Bearer, Basic realm="smelt (the password is an API key)"'}
+                prompt = "" if b"x-api-key" in dict(headers) else ', Basic realm="smelt (the password is an API key)"'
+                challenge = {"www-authenticate": f"Bearer{prompt}"}  # our pages ask for the key themselves
                 raise ApiError(401, "a valid API key is required.", code="invalid_api_key", headers=challenge)
             else:
                 state["key"], current_record().key_name = key, self.keys[key].name

@@ -16,7 +16,16 @@ from smelt.serve.server.answer_blocks import AnswerBlock, BlockAssembler, BlockE
 from smelt.serve.server.chat_generation import ChatGeneration, prepare_chat
 from smelt.serve.server.errors import ApiError
 from smelt.serve.server.generation import Delta
-from smelt.serve.server.schemas import MAX_MESSAGES, MAX_TOOLS, ChatRequest, StrictModel, Text, Tool, register_fields
+from smelt.serve.server.schemas import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ChatRequest,
+    StrictModel,
+    Text,
+    Tool,
+    example,
+    register_fields,
+)
 from smelt.serve.server.service import Service
 from smelt.serve.server.stream import Chunk, StreamFormat, respond
 from smelt.version import __version__
@@ -69,16 +78,19 @@ class OllamaRequest(StrictModel):
 
 
 class OllamaChatRequest(OllamaRequest):
+    model_config = example(model="MODEL", messages=[{"role": "user", "content": "Why is the sky blue?"}])
     messages: Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)]
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
 
 
 class OllamaGenerateRequest(OllamaRequest):
+    model_config = example(model="MODEL", prompt="Why is the sky blue?")
     prompt: Text = ""
     system: Text | None = None
 
 
 class OllamaShowRequest(StrictModel):
+    model_config = example(model="MODEL")
     model: str | None = None
     name: str | None = None
 
@@ -88,6 +100,7 @@ register_fields(OllamaMessage, OllamaChatRequest, OllamaGenerateRequest, OllamaS
 
 @router.post("/chat")
 async def chat(body: OllamaChatRequest, request: Request) -> Response:
+    """Answer a conversation in Ollama's format, by default as a stream of lines of JSON."""
     fields: dict[str, Any] = {"messages": _translate_messages(body.messages)}
     if body.tools:
         fields["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
@@ -96,6 +109,7 @@ async def chat(body: OllamaChatRequest, request: Request) -> Response:
 
 @router.post("/generate")
 async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
+    """Answer one prompt in Ollama's format."""
     messages = [{"role": "system", "content": body.system}] if body.system else []
     if body.prompt:
         messages.append({"role": "user", "content": body.prompt})
@@ -104,12 +118,14 @@ async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
 
 @router.get("/version")
 async def version() -> dict[str, str]:
+    """Return the version of Smelt, as Ollama's clients ask for it."""
     return {"version": __version__}
 
 
 @router.get("/tags")
 @router.get("/ps")
 async def tags(request: Request) -> dict[str, Any]:
+    """List the model and its adapters in Ollama's format."""
     service: Service = request.app.state.service
     modified = datetime.fromtimestamp(service.created, UTC).isoformat()
     return {
@@ -122,6 +138,7 @@ async def tags(request: Request) -> dict[str, Any]:
 
 @router.post("/show")
 async def show(body: OllamaShowRequest, request: Request) -> dict[str, Any]:
+    """Describe the model in Ollama's format: its template, its context, what it can do."""
     service: Service = request.app.state.service
     service.check_model(_model_name(service, body.model or body.name or "?"))
     chosen = service.output_format

@@ -30,6 +30,7 @@ from smelt.serve.server.schemas import (
     FunctionName,
     StrictModel,
     Text,
+    example,
     extras,
     register_fields,
 )
@@ -88,6 +89,7 @@ class TextOptions(StrictModel):
 
 
 class ResponsesRequest(StrictModel):
+    model_config = example(input="Why is the sky blue?", max_output_tokens=64)
     model: str | None = None
     input: Text | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: Text | None = None
@@ -112,6 +114,7 @@ register_fields(ResponsesTool, ResponsesToolChoice, ReasoningOptions, TextOption
 @router.post("/responses", include_in_schema=False)
 @router.post("/v1/responses")
 async def responses(body: ResponsesRequest, request: Request) -> Response:
+    """Answer in OpenAI's Responses format; nothing is stored."""
     service: Service = request.app.state.service
     chat = await prepare_chat(service, _translate(body), request.state.key)
     return await respond(request, chat.generation, _Writer(service, body, chat), body.stream, _STREAM)

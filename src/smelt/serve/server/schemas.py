@@ -45,6 +45,11 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
 
+def example(**fields: Any) -> ConfigDict:
+    """Return a configuration with an example of a request, which the page of the API shows."""
+    return ConfigDict(json_schema_extra={"examples": [fields]})
+
+
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # in every chunk; with include_usage only, as in vLLM
@@ -99,6 +104,7 @@ class GenerationRequest(StrictModel):
 
 
 class CompletionRequest(GenerationRequest):
+    model_config = example(prompt="Water is", max_tokens=32, temperature=0)
     prompt: Text | Tokens | Texts | TokenLists
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
@@ -152,6 +158,7 @@ class NamedToolChoice(StrictModel):
 
 
 class ChatRequest(GenerationRequest):
+    model_config = example(messages=[{"role": "user", "content": "Why is the sky blue?"}], max_tokens=64)
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     add_generation_prompt: bool | None = None
@@ -168,6 +175,7 @@ class ChatRequest(GenerationRequest):
 
 
 class EmbeddingRequest(StrictModel):
+    model_config = example(input=["a first text", "a second one"])
     model: str | None = None
     input: Text | Tokens | Texts | TokenLists
     encoding_format: Literal["float", "base64"] | None = None
@@ -176,6 +184,7 @@ class EmbeddingRequest(StrictModel):
 
 
 class TokenizeRequest(StrictModel):
+    model_config = example(prompt="Water is", return_token_strs=True)
     model: str | None = None
     prompt: Text | None = None
     content: Text | None = None  # llama.cpp's prompt, with special tokens if add_special
@@ -192,6 +201,7 @@ class TokenizeRequest(StrictModel):
 
 
 class DetokenizeRequest(StrictModel):
+    model_config = example(tokens=[10, 20, 30])
     model: str | None = None
     tokens: Annotated[list[Token], Field(fail_fast=True)]
 

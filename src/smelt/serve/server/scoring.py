@@ -16,7 +16,16 @@ from starlette.responses import JSONResponse, Response
 
 from smelt.serve.server.embeddings import encode_inputs, require_encoder, run_encoder
 from smelt.serve.server.errors import ApiError
-from smelt.serve.server.schemas import MAX_PROMPTS, StrictModel, Text, Texts, TokenLists, Tokens, register_fields
+from smelt.serve.server.schemas import (
+    MAX_PROMPTS,
+    StrictModel,
+    Text,
+    Texts,
+    TokenLists,
+    Tokens,
+    example,
+    register_fields,
+)
 from smelt.serve.server.service import Service
 from smelt.serve.server.unsupported import check_fields
 
@@ -31,6 +40,7 @@ class Document(StrictModel):
 
 
 class RerankRequest(StrictModel):
+    model_config = example(query="What is water?", documents=["A liquid.", "A city."], top_n=1)
     model: str | None = None
     query: Text
     documents: Annotated[list[Text | Document], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)] | None = (
@@ -45,12 +55,14 @@ class RerankRequest(StrictModel):
 
 
 class ScoreRequest(StrictModel):
+    model_config = example(text_1="What is water?", text_2=["A liquid.", "A city."])
     model: str | None = None
     text_1: Annotated[Text | Texts, Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))]
     text_2: Annotated[Text | Texts, Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))]
 
 
 class ClassifyRequest(StrictModel):
+    model_config = example(input="A wonderful film.")
     model: str | None = None
     input: Text | Tokens | Texts | TokenLists
 
@@ -61,6 +73,7 @@ register_fields(Document, RerankRequest, ScoreRequest, ClassifyRequest)
 @router.post("/rerank")
 @router.post("/v1/rerank")
 async def rerank(body: RerankRequest, request: Request) -> Response:
+    """Return documents in the order of their relevance to a query; for encoders."""
     service: Service = request.app.state.service
     check_fields(body)
     if (body.documents is None) == (body.texts is None):
@@ -85,6 +98,7 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
 @router.post("/score")
 @router.post("/v1/score")
 async def score(body: ScoreRequest, request: Request) -> Response:
+    """Return the scores of pairs of texts; for encoders."""
     check_fields(body)
     first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
@@ -100,6 +114,7 @@ async def score(body: ScoreRequest, request: Request) -> Response:
 
 @router.post("/classify")
 async def classify(body: ClassifyRequest, request: Request) -> Response:
+    """Return the probabilities of the classes; for encoders with a classification head."""
     service: Service = request.app.state.service
     check_fields(body)
     encoder = require_encoder(service, body.model)

@@ -1,41 +1,24 @@
-"""Routes about the server itself: models, health, version, metrics, and the live page with its state."""
+"""Routes about the server itself: models, health, version, metrics, and the state that the chat page shows."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import re
 import time
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from smelt.serve.server.errors import ApiError
 from smelt.serve.server.service import Service
 from smelt.version import __version__
 
 router = APIRouter()
-PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")  # self-contained: it reads /state only
-
-
-def _hashes(tag: str) -> str:
-    """Return the CSP hashes of the page's own inline scripts or styles."""
-    texts = re.findall(rf"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)
-    digests = (hashlib.sha256(text.encode()).digest() for text in texts)
-    return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
-
-
-CONTENT_SECURITY_POLICY = (
-    f"default-src 'none'; script-src {_hashes('script')}; style-src {_hashes('style')}; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 
 
 @router.get("/models", include_in_schema=False)
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
+    """List the model and its adapters."""
     service: Service = request.app.state.service
     return {"object": "list", "data": [_model_card(service, name) for name in service.names]}
 
@@ -43,6 +26,7 @@ async def models(request: Request) -> dict[str, Any]:
 @router.get("/models/{name:path}", include_in_schema=False)
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> dict[str, Any]:
+    """Describe the model or one adapter."""
     service: Service = request.app.state.service
     service.check_model(name or "?")
     return _model_card(service, name)
@@ -62,18 +46,20 @@ async def health(request: Request) -> Response:
 
 @router.get("/version")
 async def version() -> dict[str, str]:
+    """Return the version of Smelt."""
     return {"version": __version__}
 
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
+    """Return Prometheus metrics under vLLM's names."""
     service: Service = request.app.state.service
     return PlainTextResponse(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.get("/state")
 async def state(request: Request) -> dict[str, Any]:
-    """Return what the live page shows."""
+    """Return the figures of the chat page: what runs and waits, the KV cache, latencies, the last two minutes."""
     service: Service = request.app.state.service
     supervisor = service.supervisor
     return {
@@ -82,6 +68,7 @@ async def state(request: Request) -> dict[str, Any]:
         "device": service.settings.device,
         "kind": "language model" if supervisor is not None else "encoder",
         "max_model_len": service.max_model_len,
+        "chat_template": bool(service.tokenizer.tokenizer.chat_template),
         "backend": supervisor.engine.backend if supervisor is not None and supervisor.engine is not None else "eager",
         "uptime": time.time() - service.created,
         "unhealthy_reason": service.unhealthy_reason,
@@ -91,12 +78,6 @@ async def state(request: Request) -> dict[str, Any]:
         "replicas": supervisor.client.replicas if supervisor is not None else {},
         **service.metrics.snapshot(),
     }
-
-
-@router.get("/", response_class=HTMLResponse)
-async def page() -> Response:
-    headers = {"content-security-policy": CONTENT_SECURITY_POLICY, "cache-control": "no-store"}
-    return HTMLResponse(PAGE, headers=headers)
 
 
 def _model_card(service: Service, name: str) -> dict[str, Any]:

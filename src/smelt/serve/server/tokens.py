@@ -17,6 +17,7 @@ router = APIRouter()
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+    """Return the tokens of a prompt, or of messages through the chat template."""
     service: Service = request.app.state.service
     service.check_model(body.model)
     if sum(field is not None for field in (body.prompt, body.messages, body.content)) != 1:
@@ -42,6 +43,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
+    """Return the text of tokens."""
     service: Service = request.app.state.service
     service.check_model(body.model)
     if len(body.tokens) > service.max_model_len:
