@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from smelt.errors import FormatError
-from smelt.numerics.elements import E2M1, E2M3, E3M2, E4M3, E5M2, mx_integers, normal_floats
+from smelt.numerics.elements import E2M1, E2M3, E3M2, E4M3, E5M2, mx_integers, normal_floats, unsigned_integers
 from smelt.numerics.format import PER_ROW, PER_TENSOR, Format
 from smelt.numerics.integer import DenormalInteger, Integer
-from smelt.numerics.scaled import Scaled, SignedScales, TensorScaled, Ternary
+from smelt.numerics.scaled import Scaled, SignedScales, TensorScaled, Ternary, Unsigned
 
 MX_BLOCK_SIZE = 32  # block size of the OCP formats
 FORMATS: dict[str, Format] = {
@@ -23,6 +23,7 @@ FORMATS: dict[str, Format] = {
     **{f"int{bits}-wide": Integer(bits=bits, full_range=True) for bits in range(2, 9)},
     **{f"dint{bits}": DenormalInteger(bits=bits) for bits in range(3, 9)},
     **{f"dint{bits}-sym": DenormalInteger(bits=bits, symmetric=True) for bits in range(3, 9)},
+    **{f"uint{bits}": Unsigned(elements=unsigned_integers(bits)) for bits in range(2, 9)},
     "fp8-e4m3": Scaled(elements=E4M3),
     "fp8-e5m2": Scaled(elements=E5M2),
     "fp4": Scaled(elements=E2M1),

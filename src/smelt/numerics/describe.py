@@ -42,6 +42,8 @@ def grid_words(number_format: Format) -> str:
         return f"{elements.name.upper()}, to ±{elements.max_value:g}"
     if elements.name.startswith("nf"):
         return f"{len(elements.values)} normal quantiles"
+    if elements.name.startswith("uint"):
+        return f"0 .. {elements.max_value:g}"
     if elements.name.startswith("int"):
         parts = 2 ** (elements.bits - 2)
         return f"-{2 * parts - 1}/{parts} .. {2 * parts - 1}/{parts}"

@@ -106,6 +106,11 @@ def mx_integers(bits: int) -> ElementType:
     return ElementType(f"int{bits}", bits, (NAN, *values[1:]))
 
 
+def unsigned_integers(bits: int) -> ElementType:
+    """Return the integers from 0 to 2^bits - 1, each its own code, for activations after a ReLU."""
+    return ElementType(f"uint{bits}", bits, tuple(float(code) for code in range(1 << bits)))
+
+
 def normal_floats(bits: int) -> ElementType:
     """Return NormalFloat: normal quantiles with an exact zero, scaled to [-1, 1] (Dettmers et al., 2023)."""
     offset, half = 0.9677083, 1 << (bits - 1)

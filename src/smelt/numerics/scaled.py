@@ -66,6 +66,18 @@ class Scaled(Format):
 
 
 @dataclass(frozen=True)
+class Unsigned(Scaled):
+    """Integers from 0 on, for activations after a ReLU: values below zero saturate and do not count for the scale."""
+
+    scale_dtypes: ClassVar[tuple[ScaleDtype, ...]] = FLOAT_SCALES
+
+    def compute_qparams(
+        self, x: Tensor, *, clip_ratio: Tensor | float = 1.0, tensor_amax: Tensor | None = None
+    ) -> QuantParams:
+        return super().compute_qparams(x.clamp(min=0), clip_ratio=clip_ratio)
+
+
+@dataclass(frozen=True)
 class SignedScales(Scaled):
     """AMXFP4: separate scales for the positive and negative elements of a group, selected by the sign."""
 

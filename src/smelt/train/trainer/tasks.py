@@ -37,13 +37,14 @@ from smelt.train.trainer.dataloader import (
 class TrainingTask:
     """A network, which takes a batch as keyword arguments and returns a loss, and its data."""
 
-    network: PreTrainedModel
+    network: Any  # with a `config`
     train: MapDataset
     held_out: MapDataset
     is_classifier: bool  # whether there is an accuracy
     tokenizer: PreTrainedTokenizerBase | None = None
     forward_kwargs: dict[str, Any] = field(default_factory=dict)  # of every call of the network
     metadata: dict[str, Any] = field(default_factory=dict)  # for run.json
+    saves_model: bool = True  # at the end; false: whoever runs it goes on with the network in memory
 
     def save(self, folder: Path) -> None:
         """Save the network and its tokenizer as transformers does."""

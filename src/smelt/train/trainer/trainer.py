@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter
@@ -44,13 +44,16 @@ _LOG_INTERVAL = 5.0  # seconds
 
 
 class Trainer:
-    """One training run on one rank."""
+    """One training run on one rank, of the task that the configuration describes or of another one."""
 
-    def __init__(self, config: TrainConfig, out: Path, device: torch.device, *, resume: bool, resplit: bool) -> None:
+    def __init__(
+        self, config: TrainConfig, out: Path, device: torch.device, *, resume: bool, resplit: bool,
+        task: TrainingTask | None = None,
+    ) -> None:  # fmt: skip
         self.config, self.device, self.comm = config, device, Comm()
         self.folder = RunFolder(out)
         self._on_all_ranks(lambda: self.folder.check_usable(config, resume), f"{out} is refused on another rank.")
-        self.task = self._on_all_ranks(lambda: build_task(config), "another rank could not load model or data.")
+        self.task = task or self._on_all_ranks(lambda: build_task(config), "another rank could not load model or data.")
         self.task.network.to(device).train()
         self.timer = PhaseTimer(device)
         self.scaler = grad_scaler_for(config.precision, device)
@@ -83,6 +86,11 @@ class Trainer:
 
     def train(self) -> None:
         """Train to the last step, and save the model."""
+        for _ in self.steps():
+            continue
+
+    def steps(self) -> Iterator[dict[str, Any]]:
+        """Train as `train` does; yield the log entry of each step."""
         config = self.config
         self._started = perf_counter() - self.progress.seconds
         self._last_logged = -math.inf
@@ -97,7 +105,8 @@ class Trainer:
             self.log(entry, is_last)
             if is_last or (config.checkpoint.every and step % config.checkpoint.every == 0):
                 checkpoint.save(self.state, self.folder.checkpoints, config.checkpoint.keep, self.comm)
-        if self.comm.rank == 0:
+            yield entry
+        if self.comm.rank == 0 and self.task.saves_model:
             self._save_model()
 
     def train_step(self) -> dict[str, Any]:

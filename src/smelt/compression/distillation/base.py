@@ -1,0 +1,277 @@
+"""Base class of quantization-aware training: prepare, train, convert, check that the packed network computes the same.
+
+A method supplies its defaults, its teacher and its loss terms. The base class supplies fake-quantized layers, the
+training loop of `smelt.train` with its checkpoints, the selection of the best weights, and the facts about the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as distributed
+from torch import Tensor, nn
+
+from smelt.compression.base import Batch, CalibrationSize, Method, MethodContext, ResourceEstimate, one_of, within
+from smelt.compression.calibration.gradients import gradient_bytes
+from smelt.compression.distillation.fake_quantize import (
+    convert,
+    fake_quantized_layers,
+    init_activations,
+    prepare,
+)
+from smelt.compression.distillation.losses import Labels, LossTerm
+from smelt.compression.distillation.quantizers import ActivationQuantizer, WeightQuantizer
+from smelt.compression.distillation.quantizers.minmax import MinMax
+from smelt.compression.distillation.samples import Samples
+from smelt.compression.quantization.layers import layer_groups
+from smelt.errors import DataError, ModelError, RecipeError
+from smelt.measure.cost import block_parameters, count_bytes
+from smelt.models.anatomy import Anatomy
+from smelt.models.model import Model
+from smelt.models.quantized import quantized_layers
+from smelt.train.trainer.config import (
+    CheckpointConfig,
+    EvaluateConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+from smelt.train.trainer.distributed import init_distributed
+from smelt.train.trainer.tasks import TrainingTask
+from smelt.train.trainer.trainer import Trainer
+
+VALIDATION = 0.05  # fraction of the samples, the last ones
+MAX_CONVERSION_ERROR = 1e-3  # of packed logits, relative to the largest logit
+CURVE_POINTS = 200
+
+
+@dataclass(frozen=True)
+class QuantizationAwareTraining(Method):
+    """Train the network with fake-quantized layers, then pack these.
+
+    The layers of the blocks are quantized; what comes before the first block and after the last stays in float. Weights
+    and optimizer are float32 while they train.
+    """
+
+    weights: WeightQuantizer = field(default_factory=MinMax)
+    inputs: ActivationQuantizer | None = None  # null: activations stay in float
+    losses: tuple[LossTerm, ...] = (Labels(),)
+    epochs: float = 1.0  # over the samples of the recipe's data
+    batch_size: int = 32  # samples per step
+    gradient_accumulation_steps: int = 1
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    precision: str = "off"  # or bf16: of forward and backward
+    max_grad_norm: float | None = 1.0
+    augment: bool = False  # crop and flip images randomly
+    checkpoint_every: int = 500  # steps
+
+    needs: ClassVar[tuple[str, ...]] = ("calibration data",)
+
+    def __post_init__(self) -> None:
+        within(self.name, "epochs", self.epochs, 1e-6, 1e6)
+        within(self.name, "batch_size", self.batch_size, 1, 1_000_000)
+        within(self.name, "gradient_accumulation_steps", self.gradient_accumulation_steps, 1, 1_000_000)
+        within(self.name, "checkpoint_every", self.checkpoint_every, 1, 1_000_000_000)
+        one_of(self.name, "precision", self.precision, ("off", "bf16"))
+        if not self.losses:
+            raise RecipeError(f"{self.name} needs at least one term of the loss, such as `losses: [{{loss: labels}}]`.")
+        if self.needs_teacher and not self.has_teacher:
+            term = next(term for term in self.losses if term.needs_teacher)
+            raise RecipeError(f"{self.name}: the loss {term.name} needs a teacher; give `teacher: source`.")
+
+    @property
+    def needs_teacher(self) -> bool:
+        return any(term.needs_teacher for term in self.losses)
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether the method has a teacher with its current parameters."""
+        return False
+
+    def make_teacher(self, model: Model) -> Teacher | None:
+        """Return what computes the teacher's outputs, before layers of the model are replaced."""
+        return None
+
+    def check(self, anatomy: Anatomy) -> None:
+        if quantized_layers(anatomy.network):
+            raise ModelError("this model is quantized already; train the model it was made from.")
+        size = self.weights.format.group_size
+        for path, columns in _columns(anatomy).items():
+            if size > 0 and columns % size:
+                raise RecipeError(f"{path} has {columns} inputs, which groups of {size} do not divide.")
+        if not _columns(anatomy):
+            raise ModelError("this network has no linear layers or convolutions in blocks to quantize.")
+
+    def targets(self) -> dict[str, float]:
+        return {"bits": self.weights.format.bits}
+
+    def bytes_change(self, anatomy: Anatomy) -> int:
+        weights = [layer.weight for block in anatomy.blocks for group in layer_groups(block) for layer in group.layers]
+        stored = sum(
+            weight.numel() * self.weights.format.bits_per_value(weight.shape[1], len(weight)) / 8 for weight in weights
+        )
+        return int(sum(bits)) // 8 - sum(weight.numel() * weight.element_size() for weight in weights)
+
+    def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
+        trained = 4 * sum(parameter.numel() for parameter in anatomy.network.parameters())
+        states = 2 if self.optimizer.name == "adamw" else 1
+        memory = (
+            trained * (2 + states)
+            + 4 * block_parameters(anatomy)
+            + gradient_bytes(anatomy, self.batch_size, size.seq_len)
+        )
+        return ResourceEstimate(passes=self.epochs * (4 if self.needs_teacher else 3), memory=memory)
+
+    def to_json(self) -> dict[str, Any]:
+        plain = super().to_json()
+        optimizer, schedule = dataclasses.asdict(self.optimizer), dataclasses.asdict(self.schedule)
+        losses = [term.to_json() for term in self.losses]
+        return {**plain, "losses": losses, "optimizer": optimizer, "schedule": schedule}
+
+    def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:
+        self.check(model.anatomy)
+        if any("labels" not in batch for batch in context.batches):
+            raise DataError(f"{self.name} trains on labels, and the data has none; name labeled data.")
+        device = context.device or next(model.network.parameters()).device
+        teacher = self.make_teacher(model)
+        bytes_before, dtype = count_bytes(model.network), next(model.network.parameters()).dtype
+        paths = dict.fromkeys(_columns(model.anatomy), self.weights)
+        network = model.network.float().to(device)
+        layers = prepare(network, paths, self.inputs)
+        samples = Samples.from_batches(context.batches, device, augment=self.augment, seed=context.seed)
+        train, validation = samples.split(VALIDATION)
+        first = {name: tensor[: self.batch_size] for name, tensor in train.tensors.items()}
+        init_activations(network, first)
+        student = Student(network, self.losses, teacher)
+        task = TrainingTask(student, train, validation, model.task in ("images", "classification"), saves_model=False)
+        facts = self._train(task, model, context, device)
+        facts |= {f"learned_{name}": values for name, values in _learned(network).items()}
+        network.eval()
+        with torch.no_grad():
+            before = network(**first).logits
+            convert(network)
+            facts["conversion_error"] = _conversion_error(before, network(**first).logits)
+        model.network.to(dtype)
+        return {
+            "layers_quantized": len(layers),
+            "bits": self.weights.format.bits,
+            "bytes_before": bytes_before,
+            "bytes_after": count_bytes(model.network),
+            **facts,
+        }
+
+    def _train(self, task: TrainingTask, model: Model, context: MethodContext, device: torch.device) -> dict[str, Any]:
+        config = self._train_config(len(task.train), model, context, device)
+        folder = (context.folder or Path.cwd()) / f"{self.name}-training"
+        losses: list[float] = []
+        with process_group(device):
+            trainer = Trainer(config, folder, device, resume=True, resplit=False, task=task)
+            remaining = config.steps - trainer.progress.step
+            for _ in context.progress.track(trainer.steps(), self.name, total=remaining):
+                continue
+            log = trainer.folder.read_log()
+        losses = [entry["loss"] for entry in log]
+        shutil.rmtree(folder)
+        evaluation = next(entry["evaluation"] for entry in reversed(log) if "evaluation" in entry)
+        return {
+            "steps": config.steps,
+            "final_loss": sum(losses[-20:]) / len(losses[-20:]),
+            "loss_curve": _thin(losses),
+            **{f"validation_{name}": value for name, value in evaluation.items()},
+        }
+
+    def _train_config(self, samples: int, model: Model, context: MethodContext, device: torch.device) -> TrainConfig:
+        per_step = self.batch_size * self.gradient_accumulation_steps
+        return TrainConfig(
+            model=model.source or "model", task="images" if model.task == "images" else "language",
+            batch_size=self.batch_size, gradient_accumulation_steps=self.gradient_accumulation_steps,
+            steps=max(math.ceil(self.epochs * samples / per_step), 1), seed=context.seed, precision=self.precision,
+            max_grad_norm=self.max_grad_norm, optimizer=self.optimizer, schedule=self.schedule, gradients="none",
+            evaluate=EvaluateConfig(samples=1_000_000), checkpoint=CheckpointConfig(every=self.checkpoint_every),
+            device=device.type,
+        )  # fmt: skip
+
+
+class Teacher:
+    """Computes outputs that the student learns from, without gradients."""
+
+    def outputs(self, student: Student, batch: Batch) -> Any:
+        raise NotImplementedError
+
+
+class Student(nn.Module):
+    """The network that trains. In training, its loss is the sum of the method's terms and the quantizers' penalties."""
+
+    def __init__(self, network: nn.Module, losses: tuple[LossTerm, ...], teacher: Teacher | None) -> None:
+        super().__init__()
+        self.network, self.losses, self.config = network, losses, network.config
+        self._teacher = [teacher]  # in a list: its parameters are none of this module's
+
+    def forward(self, **batch: Tensor) -> Any:
+        batch.pop("use_cache", None)
+        if not self.training:
+            return self.network(**batch)
+        teacher = self._teacher[0]
+        taught = None
+        if teacher is not None:
+            with torch.no_grad():
+                taught = teacher.outputs(self, batch)
+        outputs = self.network(**batch)
+        terms = [term.weight * term.compute(outputs, taught, batch) for term in self.losses]
+        penalties = [layer.penalty() for layer in fake_quantized_layers(self.network).values()]
+        return SimpleNamespace(loss=sum(terms) + sum(penalties), logits=outputs.logits)
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[None]:
+    """Train with the ranks that exist; if there is no process group, in one of this process alone."""
+    if distributed.is_initialized():
+        yield
+        return
+    init_distributed(device.type, timeout=60.0)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def _columns(anatomy: Anatomy) -> dict[str, int]:
+    """Return the number of inputs of each layer to quantize, by path."""
+    groups = (group for block in anatomy.blocks for group in layer_groups(block))
+    return {layer.path: layer.weight.shape[1] for group in groups for layer in group.layers}
+
+
+def _learned(network: nn.Module) -> dict[str, list[float]]:
+    """Return what activation quantizers have learned, a number for each layer."""
+    values: dict[str, list[float]] = {}
+    for layer in fake_quantized_layers(network).values():
+        for name, value in layer.input_learned.items():
+            values.setdefault(name, []).append(float(value))
+    return values
+
+
+def _conversion_error(fake_quantized: Tensor, packed: Tensor) -> float:
+    """Return the largest difference of logits relative to the largest logit; raise if packing has changed them."""
+    difference = (fake_quantized - packed).abs().max() / fake_quantized.abs().max().clamp(min=1e-12)
+    if not float(difference) <= MAX_CONVERSION_ERROR:
+        raise ModelError(
+            f"the packed network's logits differ by {float(difference):.1e} of the largest; this is a bug."
+        )
+    return float(difference)
+
+
+def _thin(values: list[float]) -> list[list[float]]:
+    """Return at most `CURVE_POINTS` pairs of step and mean loss."""
+    size = max(math.ceil(len(values) / CURVE_POINTS), 1)
+    parts = [values[start : start + size] for start in range(0, len(values), size)]
+    return [[min((index + 1) * size, len(values)), sum(part) / len(part)] for index, part in enumerate(parts)]

@@ -1,0 +1,143 @@
+"""Layers that train as if they were quantized, and their conversion to packed layers.
+
+`prepare` replaces layers of a network by fake-quantized ones, which keep the weights in float32; `convert` replaces
+these by packed layers that compute the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from smelt.compression.distillation.quantizers import ActivationQuantizer, WeightQuantizer
+from smelt.errors import DataError
+from smelt.kernels.conv import ConvShape
+from smelt.models.quantization_scheme import QuantizationScheme
+from smelt.models.quantized import STATIC_SCALE, QuantizedLinear
+from smelt.models.quantized_network import linear_weight, quantized_replacement, replace_module
+
+
+class FakeQuantizedLayer(nn.Module):
+    """A Linear, Conv1D or convolution whose weight and inputs are rounded in every forward pass."""
+
+    def __init__(
+        self, layer: nn.Linear | Conv1D | nn.Conv1d | nn.Conv2d, path: str, weights: WeightQuantizer,
+        inputs: ActivationQuantizer | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.layer, self.path, self.weights, self.inputs = layer, path, weights, inputs
+        self.shape = ConvShape.of(layer) if isinstance(layer, nn.Conv1d | nn.Conv2d) else None
+        self.weight_learned = nn.ParameterDict(weights.init(linear_weight(layer)))
+        self.input_learned = nn.ParameterDict()
+        self.input_bits = 0 if inputs is None else inputs.bits  # of the next forward pass
+        self.inputs_enabled = inputs is not None
+
+    @torch.no_grad()
+    def init_inputs(self, x: Tensor) -> None:
+        """Initialize what is learned about the inputs from those of a first batch."""
+        assert self.inputs is not None
+        self.inputs.check_input(x, self.path)
+        for name, value in self.inputs.init(x.float()).items():
+            self.input_learned[name] = nn.Parameter(value, requires_grad=self.inputs.trainable)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.inputs is not None and self.inputs_enabled:
+            x = self.inputs.fake_quantize(x.float(), self.input_bits, dict(self.input_learned)).to(x.dtype)
+        weight = self.weights.fake_quantize(linear_weight(self.layer), dict(self.weight_learned)).to(x.dtype)
+        if self.shape is None:
+            return F.linear(x, weight, self.layer.bias)
+        return self.shape.outputs(self.shape.convolve(self.shape.images(x), weight, self.layer.bias), x)
+
+    def penalty(self) -> Tensor | float:
+        """Return the layer's own term of the loss."""
+        return 0.0 if self.inputs is None else self.inputs.penalty(dict(self.input_learned))
+
+    def convert(self) -> QuantizedLinear:
+        """Return the packed layer with the same outputs."""
+        inputs = None if self.inputs is None else self.inputs.format(self.inputs.bits)
+        scheme = QuantizationScheme(self.weights.format, inputs, static=inputs is not None)
+        packed = quantized_replacement(self.layer, scheme)
+        packed.set_tensors(self.weights.quantize(linear_weight(self.layer), dict(self.weight_learned)), self.layer.bias)
+        if self.inputs is not None:
+            scale = self.inputs.scale(self.inputs.bits, dict(self.input_learned)).detach().float()
+            setattr(packed, STATIC_SCALE, scale.reshape(1, 1, 1).to(self.layer.weight.device))
+        return packed
+
+
+def prepare(
+    network: nn.Module, paths: Mapping[str, WeightQuantizer], inputs: ActivationQuantizer | None
+) -> list[FakeQuantizedLayer]:
+    """Replace the layers at these paths by fake-quantized ones, in float32."""
+    layers = []
+    for path, weights in paths.items():
+        module = network.get_submodule(path).float()
+        layers.append(FakeQuantizedLayer(module, path, weights, inputs))
+        replace_module(network, path, layers[-1])
+    return layers
+
+
+@torch.no_grad()
+def init_activations(network: nn.Module, batch: Mapping[str, Tensor]) -> None:
+    """Initialize the activation quantizers of all layers in one pass, each from inputs that are not quantized yet."""
+    layers = [layer for layer in fake_quantized_layers(network).values() if layer.inputs is not None]
+    handles = [
+        layer.register_forward_pre_hook(lambda module, args: module.init_inputs(args[0].detach())) for layer in layers
+    ]
+    was_training = network.training
+    try:
+        with float_inputs(network):
+            network.eval()
+            network(**batch)
+    finally:
+        network.train(was_training)
+        for handle in handles:
+            handle.remove()
+    for layer in layers:
+        assert layer.inputs is not None
+        if not layer.input_learned and layer.inputs.init(torch.ones(1)):
+            raise DataError(f"{layer.path} got no input in the first batch, so its activations cannot be quantized.")
+
+
+def convert(network: nn.Module) -> dict[str, QuantizedLinear]:
+    """Replace all fake-quantized layers by packed ones; return these by path."""
+    packed = {}
+    for path, layer in fake_quantized_layers(network).items():
+        packed[path] = layer.convert()
+        replace_module(network, path, packed[path])
+    return packed
+
+
+def fake_quantized_layers(network: nn.Module) -> dict[str, FakeQuantizedLayer]:
+    return {path: module for path, module in network.named_modules() if isinstance(module, FakeQuantizedLayer)}
+
+
+@contextmanager
+def float_inputs(network: nn.Module) -> Iterator[None]:
+    """Do not quantize activations inside the context."""
+    layers = list(fake_quantized_layers(network).values())
+    for layer in layers:
+        layer.inputs_enabled = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.inputs_enabled = layer.inputs is not None
+
+
+@contextmanager
+def input_bits(network: nn.Module, bits: Mapping[str, int]) -> Iterator[None]:
+    """Quantize the inputs of these layers with other bits inside the context."""
+    layers = fake_quantized_layers(network)
+    for path, number in bits.items():
+        layers[path].input_bits = number
+    try:
+        yield
+    finally:
+        for path in bits:
+            quantizer = layers[path].inputs
+            layers[path].input_bits = 0 if quantizer is None else quantizer.bits

@@ -1,0 +1,78 @@
+"""PACT: the clipping level of activations is learned (Choi et al., 2018), with the gradients of later variants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from smelt.compression.base import one_of, within
+from smelt.compression.distillation.quantizers.base import (
+    ACTIVATION_QUANTIZERS,
+    ActivationQuantizer,
+    Learned,
+    check_bits,
+    round_through,
+)
+from smelt.errors import DataError
+from smelt.numerics.catalog import get_format
+from smelt.numerics.format import Format
+from smelt.numerics.gradient import straight_through
+
+GRADIENTS = ("pact", "cg", "plus")
+
+
+@ACTIVATION_QUANTIZERS.register("pact", paper="Choi et al., 2018 (PACT, arXiv 1805.06085)")
+@dataclass(frozen=True)
+class Pact(ActivationQuantizer):
+    """Clip activations at a learned level, which an L2 penalty makes small.
+
+    `gradient` is that of the level alpha, with z = x / scale and n steps: `pact` has 1 above alpha and 0 below it;
+    `cg` (CG-PACT) adds round(z) / n below; `plus` (PACT+) has the straight-through derivative (round(z) - z) / n there.
+    """
+
+    bits: int = 2
+    alpha: float = 10.0  # initial level: large, so that it shrinks
+    penalty_weight: float = 2e-4  # of alpha^2 in the loss
+    gradient: str = "pact"  # pact, cg or plus
+    signed: bool = False  # two-sided: clip at -alpha, too, for activations that are not the output of a ReLU
+
+    def __post_init__(self) -> None:
+        check_bits("pact", self.bits)
+        within("pact", "alpha", self.alpha, 1e-3, 1e4)
+        within("pact", "penalty_weight", self.penalty_weight, 0.0, 1.0)
+        one_of("pact", "gradient", self.gradient, GRADIENTS)
+
+    def format(self, bits: int) -> Format:
+        return get_format(f"int{bits}/tensor" if self.signed else f"uint{bits}/tensor")
+
+    def init(self, x: Tensor) -> Learned:
+        return {"alpha": torch.tensor(self.alpha, device=x.device)}
+
+    def num_steps(self, bits: int) -> int:
+        """Return the number of steps from zero to alpha."""
+        return 2 ** (bits - 1) - 1 if self.signed else 2**bits - 1
+
+    def scale(self, bits: int, learned: Learned) -> Tensor:
+        return learned["alpha"] / self.num_steps(bits)
+
+    def fake_quantize(self, x: Tensor, bits: int, learned: Learned) -> Tensor:
+        alpha, steps = learned["alpha"], self.num_steps(bits)
+        scale = self.scale(bits, learned)
+        low = -steps if self.signed else 0
+        if self.gradient == "plus":
+            return round_through((x / scale).clamp(low, steps)) * scale
+        if self.gradient == "cg":
+            return round_through((x / scale.detach()).clamp(low, steps)) * scale
+        clipped = torch.where(x >= alpha, alpha, torch.where(x <= low * scale, -alpha if self.signed else 0.0, x))
+        return straight_through(clipped, (x / scale).round().clamp(low, steps) * scale)
+
+    def penalty(self, learned: Learned) -> Tensor | float:
+        return self.penalty_weight * learned["alpha"] ** 2
+
+    def check_input(self, x: Tensor, path: str) -> None:
+        if not self.signed and bool((x < 0).any()):
+            raise DataError(
+                f"the inputs of {path} have negative values, which one-sided PACT sets to zero; use `signed: true`."
+            )

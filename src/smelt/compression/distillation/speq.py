@@ -1,0 +1,79 @@
+"""SPEQ: the network teaches itself, with activations of randomly chosen precision (Boo et al., 2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from smelt.compression.base import METHODS, Batch, within
+from smelt.compression.distillation.base import QuantizationAwareTraining, Student, Teacher
+from smelt.compression.distillation.fake_quantize import fake_quantized_layers, input_bits
+from smelt.compression.distillation.losses import Cosine, Labels, LossTerm
+from smelt.compression.distillation.quantizers import ActivationQuantizer, WeightQuantizer
+from smelt.compression.distillation.quantizers.pact import Pact
+from smelt.compression.distillation.quantizers.sawb import Sawb
+from smelt.errors import RecipeError
+from smelt.models.model import Model
+
+
+@dataclass(frozen=True)
+class StochasticPrecisionTeacher(Teacher):
+    """The student itself, each of whose layers has high-precision inputs with some probability."""
+
+    probability: float
+    high_bits: int
+
+    def outputs(self, student: Student, batch: Batch) -> Any:
+        layers = fake_quantized_layers(student.network)
+        drawn = torch.rand(len(layers)) < self.probability
+        bits = {path: self.high_bits for path, high in zip(layers, drawn.tolist(), strict=True) if high}
+        with input_bits(student.network, bits), frozen_running_statistics(student.network):
+            return student.network(**batch)
+
+
+@METHODS.register("speq", paper="Boo et al., 2021 (SPEQ, arXiv 2009.14502)", needs=("calibration data",))
+@dataclass(frozen=True)
+class Speq(QuantizationAwareTraining):
+    """Use for low-bit activations without a second model: it learns from itself at mixed precision.
+
+    The weight and temperature of the cosine term were swept in the paper and are not known; 1 and 1 are ours.
+    """
+
+    weights: WeightQuantizer = field(default_factory=Sawb)
+    inputs: ActivationQuantizer | None = field(default_factory=Pact)
+    losses: tuple[LossTerm, ...] = (Labels(), Cosine())
+    probability: float = 0.5  # that the teacher's layer has inputs of high precision
+    high_bits: int = 8  # of these
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self.name, "probability", self.probability, 0.0, 1.0)
+        within(self.name, "high_bits", self.high_bits, 2, 8)
+        if self.inputs is None:
+            raise RecipeError("speq varies the precision of activations: give a quantizer of `inputs`, such as pact.")
+
+    @property
+    def has_teacher(self) -> bool:
+        return True
+
+    def make_teacher(self, model: Model) -> Teacher | None:
+        return StochasticPrecisionTeacher(self.probability, self.high_bits)
+
+
+@contextmanager
+def frozen_running_statistics(network: nn.Module) -> Iterator[None]:
+    """Normalize by the statistics of the batch, but do not let it change the running ones."""
+    norms = [module for module in network.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    before = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = 0.0
+    try:
+        yield
+    finally:
+        for norm, momentum in zip(norms, before, strict=True):
+            norm.momentum = momentum
