@@ -15,9 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from smelt.compression.base import Method
+from smelt.compression.distillation.losses import LOSSES
+from smelt.compression.distillation.quantizers import ACTIVATION_QUANTIZERS, WEIGHT_QUANTIZERS
 from smelt.compression.method_docs import parameter_meaning
 from smelt.compression.methods import METHODS
+from smelt.config import plain_default
+from smelt.registry import Registry
 
+REGISTRIES: tuple[tuple[str, str, Registry[Any]], ...] = (
+    ("Weight quantizers of quantization-aware training", "quantizer", WEIGHT_QUANTIZERS),
+    ("Activation quantizers of quantization-aware training", "quantizer", ACTIVATION_QUANTIZERS),
+    ("Loss terms of quantization-aware training", "loss", LOSSES),
+)
 PAGE = Path(__file__).parent / "methods.md"
 INTRODUCTION = """\
 # Methods
@@ -35,6 +44,7 @@ def page() -> str:
     bases = {base: None for cls in methods for base in cls.__mro__[1:] if own_fields(base)}
     sections = [INTRODUCTION, _overview(methods)]
     sections += [_section(f"Parameters of every {_spell_out(base)} method", base) for base in bases]
+    sections += [_registry(*entry) for entry in REGISTRIES]
     sections += [_section(f"Further parameters and defaults of {cls.name}", cls) for cls in methods if own_fields(cls)]
     return "\n".join(sections)
 
@@ -52,6 +62,15 @@ def _overview(methods: list[type[Method]]) -> str:
     return _table(["method", "when to use it", "needs", "paper"], rows)
 
 
+def _registry(heading: str, key: str, registry: Registry[Any]) -> str:
+    """List what a key of a method may name, each with its own parameters and their defaults."""
+    rows = []
+    for name, cls in sorted(registry.items()):
+        parameters = ", ".join(f"{field.name}: {_default(field)}" for field in dataclasses.fields(cls))
+        rows.append([f"`{name}`", cls.summary, parameters, cls.paper])
+    return f"## {heading}\n\n{_table([key, 'what it does', 'parameters', 'paper'], rows)}"
+
+
 def _section(heading: str, cls: type) -> str:
     rows = [
         [f"`{field.name}`", f"`{field.type}`", _default(field), parameter_meaning(cls, field.name)]
@@ -62,9 +81,10 @@ def _section(heading: str, cls: type) -> str:
 
 def _default(field: dataclasses.Field[Any]) -> str:
     """Return a default as it is written in a recipe."""
-    if field.default is dataclasses.MISSING:
+    default = plain_default(field)
+    if default is dataclasses.MISSING:
         return "required"
-    return f"`{field.default if isinstance(field.default, str) else json.dumps(field.default)}`"
+    return f"`{default if isinstance(default, str) else json.dumps(default)}`"
 
 
 def _spell_out(base: type) -> str:

@@ -289,7 +289,7 @@ def object_schema(cls: type) -> dict[str, Any]:
         if spellings:
             schema = {"anyOf": [schema, {"enum": spellings}]}
         schema |= {key: metadata[key] for key in ("description", "minimum", "maximum") if key in metadata}
-        default = _plain_default(field)
+        default = plain_default(field)
         properties[field.name] = schema if default is MISSING else {**schema, "default": default}
         if field.default is MISSING and field.default_factory is MISSING:
             required.append(field.name)
@@ -323,11 +323,14 @@ def _value_schema(hint: Any) -> dict[str, Any]:
     return {"type": _SCHEMA_TYPES[origin]} if origin in _SCHEMA_TYPES else {}
 
 
-def _plain_default(field: Field[Any]) -> Any:
-    default = field.default if field.default_factory is MISSING else field.default_factory()
-    if is_dataclass(default) and not isinstance(default, type):
+def plain_default(field: Field[Any]) -> Any:
+    """Return the default of a field as it is written in a file; MISSING if it has none."""
+    default: Any = field.default if field.default_factory is MISSING else field.default_factory()
+    if hasattr(default, "to_json"):
+        default = default.to_json()
+    elif is_dataclass(default) and not isinstance(default, type):
         default = dataclasses.asdict(default)
     if isinstance(default, tuple):
-        default = list(default)
+        default = [value.to_json() if hasattr(value, "to_json") else value for value in default]
     plain = default is None or isinstance(default, bool | int | float | str | list | dict)
     return default if plain else MISSING

@@ -11,6 +11,7 @@ import re
 from typing import Any, get_type_hints
 
 from smelt.compression.base import Method
+from smelt.config import plain_default
 
 # `name: type = default  # comment`
 _FIELD = re.compile(r"^ +(\w+): .*?# (?:type: ignore\S*  # )?(.+)$", re.MULTILINE)
@@ -19,8 +20,9 @@ _FIELD = re.compile(r"^ +(\w+): .*?# (?:type: ignore\S*  # )?(.+)$", re.MULTILIN
 def describe_method(cls: type[Method]) -> dict[str, Any]:
     """Return when to use a method, what it needs, its paper and its parameters."""
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    required = {field.name for field in fields if field.default is dataclasses.MISSING}
-    defaults = {field.name: None if field.name in required else field.default for field in fields}
+    defaults = {field.name: plain_default(field) for field in fields}
+    required = {name for name, default in defaults.items() if default is dataclasses.MISSING}
+    defaults |= dict.fromkeys(required)
     details = [
         {
             "name": field.name,

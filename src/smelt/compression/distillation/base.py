@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -64,7 +65,7 @@ class QuantizationAwareTraining(Method):
 
     weights: WeightQuantizer = field(default_factory=MinMax)
     inputs: ActivationQuantizer | None = None  # null: activations stay in float
-    losses: tuple[LossTerm, ...] = (Labels(),)
+    losses: tuple[LossTerm, ...] = (Labels(),)  # terms that are added up
     epochs: float = 1.0  # over the samples of the recipe's data
     batch_size: int = 32  # samples per step
     gradient_accumulation_steps: int = 1
@@ -98,7 +99,7 @@ class QuantizationAwareTraining(Method):
         """Whether the method has a teacher with its current parameters."""
         return False
 
-    def make_teacher(self, model: Model) -> Teacher | None:
+    def make_teacher(self, model: Model) -> NetworkTeacher | None:
         """Return what computes the teacher's outputs, before layers of the model are replaced."""
         return None
 
@@ -117,9 +118,7 @@ class QuantizationAwareTraining(Method):
 
     def bytes_change(self, anatomy: Anatomy) -> int:
         weights = [layer.weight for block in anatomy.blocks for group in layer_groups(block) for layer in group.layers]
-        stored = sum(
-            weight.numel() * self.weights.format.bits_per_value(weight.shape[1], len(weight)) / 8 for weight in weights
-        )
+        bits = (weight.numel() * self.weights.format.bits_per_value(weight.shape[1], len(weight)) for weight in weights)
         return int(sum(bits)) // 8 - sum(weight.numel() * weight.element_size() for weight in weights)
 
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
@@ -173,14 +172,14 @@ class QuantizationAwareTraining(Method):
     def _train(self, task: TrainingTask, model: Model, context: MethodContext, device: torch.device) -> dict[str, Any]:
         config = self._train_config(len(task.train), model, context, device)
         folder = (context.folder or Path.cwd()) / f"{self.name}-training"
-        losses: list[float] = []
-        with process_group(device):
+        with warnings.catch_warnings(), process_group(device):
+            warnings.filterwarnings("ignore", "Grad strides do not match")  # of 1x1 convolutions in DDP: harmless
             trainer = Trainer(config, folder, device, resume=True, resplit=False, task=task)
             remaining = config.steps - trainer.progress.step
             for _ in context.progress.track(trainer.steps(), self.name, total=remaining):
                 continue
             log = trainer.folder.read_log()
-        losses = [entry["loss"] for entry in log]
+        losses: list[float] = [entry["loss"] for entry in log]
         shutil.rmtree(folder)
         evaluation = next(entry["evaluation"] for entry in reversed(log) if "evaluation" in entry)
         return {
@@ -202,7 +201,7 @@ class QuantizationAwareTraining(Method):
         )  # fmt: skip
 
 
-class Teacher:
+class NetworkTeacher:
     """Computes outputs that the student learns from, without gradients."""
 
     def outputs(self, student: Student, batch: Batch) -> Any:
@@ -212,7 +211,7 @@ class Teacher:
 class Student(nn.Module):
     """The network that trains. In training, its loss is the sum of the method's terms and the quantizers' penalties."""
 
-    def __init__(self, network: nn.Module, losses: tuple[LossTerm, ...], teacher: Teacher | None) -> None:
+    def __init__(self, network: nn.Module, losses: tuple[LossTerm, ...], teacher: NetworkTeacher | None) -> None:
         super().__init__()
         self.network, self.losses, self.config = network, losses, network.config
         self._teacher = [teacher]  # in a list: its parameters are none of this module's
@@ -256,7 +255,7 @@ def _learned(network: nn.Module) -> dict[str, list[float]]:
     values: dict[str, list[float]] = {}
     for layer in fake_quantized_layers(network).values():
         for name, value in layer.input_learned.items():
-            values.setdefault(name, []).append(float(value))
+            values.setdefault(name, []).append(float(value.detach()))
     return values
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from smelt.compression.base import METHODS, Batch, within
-from smelt.compression.distillation.base import QuantizationAwareTraining, Student, Teacher
+from smelt.compression.distillation.base import NetworkTeacher, QuantizationAwareTraining, Student
 from smelt.compression.distillation.fake_quantize import fake_quantized_layers, input_bits
 from smelt.compression.distillation.losses import Cosine, Labels, LossTerm
 from smelt.compression.distillation.quantizers import ActivationQuantizer, WeightQuantizer
@@ -22,7 +22,7 @@ from smelt.models.model import Model
 
 
 @dataclass(frozen=True)
-class StochasticPrecisionTeacher(Teacher):
+class StochasticPrecisionTeacher(NetworkTeacher):
     """The student itself, each of whose layers has high-precision inputs with some probability."""
 
     probability: float
@@ -61,7 +61,7 @@ class Speq(QuantizationAwareTraining):
     def has_teacher(self) -> bool:
         return True
 
-    def make_teacher(self, model: Model) -> Teacher | None:
+    def make_teacher(self, model: Model) -> NetworkTeacher | None:
         return StochasticPrecisionTeacher(self.probability, self.high_bits)
 
 

@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 
 from smelt.compression.base import METHODS
 from smelt.compression.distillation.losses import Labels, LossTerm, TokenScaledLogits
-from smelt.compression.distillation.qat import SOURCE, Qat
 from smelt.compression.distillation.quantizers import WeightQuantizer
 from smelt.compression.distillation.quantizers.twn import Twn
+from smelt.compression.distillation.teachers import SOURCE, DistilledTraining
 from smelt.errors import ModelError
 from smelt.models.anatomy import Anatomy
 
 
 @METHODS.register("tsld", paper="Kim et al., 2023 (TSLD, arXiv 2308.06744)", needs=("calibration data",))
 @dataclass(frozen=True)
-class Tsld(Qat):
+class Tsld(DistilledTraining):
     """Use for ternary and 2-bit language models: the unquantized model teaches, confident tokens count less."""
 
     weights: WeightQuantizer = field(default_factory=Twn)

@@ -24,7 +24,7 @@ from smelt.registry import Registry
 Learned = dict[str, Tensor]  # by name: what a quantizer of one layer learns
 
 
-class Quantizer(ABC):
+class TrainingQuantizer(ABC):
     """A quantizer as part of a recipe: `{quantizer: sawb, bits: 2}`."""
 
     name: ClassVar[str]
@@ -53,7 +53,7 @@ class Quantizer(ABC):
         return {"quantizer": self.name, **dataclasses.asdict(self)}  # type: ignore[call-overload]
 
 
-class WeightQuantizer(Quantizer):
+class WeightQuantizer(TrainingQuantizer):
     """Quantizes the weight of a layer, a matrix [out, in] in float32."""
 
     @classmethod
@@ -106,7 +106,7 @@ class WeightQuantizer(Quantizer):
         return groups.flatten(-2)[..., : weight.shape[-1]].to(weight.dtype)
 
 
-class ActivationQuantizer(Quantizer):
+class ActivationQuantizer(TrainingQuantizer):
     """Quantizes the inputs of a layer on a uniform grid with one scale that does not depend on them."""
 
     trainable: ClassVar[bool] = True  # whether what `init` returns is learned

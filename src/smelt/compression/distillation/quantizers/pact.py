@@ -60,12 +60,12 @@ class Pact(ActivationQuantizer):
     def fake_quantize(self, x: Tensor, bits: int, learned: Learned) -> Tensor:
         alpha, steps = learned["alpha"], self.num_steps(bits)
         scale = self.scale(bits, learned)
-        low = -steps if self.signed else 0
+        low = -steps - 1 if self.signed else 0  # integers have one more level below zero
         if self.gradient == "plus":
             return round_through((x / scale).clamp(low, steps)) * scale
         if self.gradient == "cg":
             return round_through((x / scale.detach()).clamp(low, steps)) * scale
-        clipped = torch.where(x >= alpha, alpha, torch.where(x <= low * scale, -alpha if self.signed else 0.0, x))
+        clipped = torch.where(x >= alpha, alpha, torch.where(x <= low * scale, low * scale, x))
         return straight_through(clipped, (x / scale).round().clamp(low, steps) * scale)
 
     def penalty(self, learned: Learned) -> Tensor | float:

@@ -1,0 +1,85 @@
+"""Loss terms against their formulas, and the card's limits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from smelt.compression.distillation.losses import LOSSES, LossTerm, token_weights
+
+
+def outputs(*shape: int, seed: int = 0) -> Any:
+    logits = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return SimpleNamespace(logits=logits, loss=torch.tensor(1.25))
+
+
+@pytest.mark.parametrize("name", ["logits", "cosine"])
+def test_a_student_like_its_teacher_has_no_loss(name: str) -> None:
+    same = outputs(4, 7)
+    assert float(LOSSES.build(name).compute(same, same, {})) == pytest.approx(0, abs=1e-6)
+    assert float(LOSSES.build(name).compute(outputs(4, 7, seed=1), same, {})) > 0.05
+
+
+def test_logits_are_a_kl_divergence() -> None:
+    student, teacher = outputs(4, 7, seed=1), outputs(4, 7, seed=2)
+    expected = F.kl_div(F.log_softmax(student.logits / 2, -1), F.softmax(teacher.logits / 2, -1), reduction="batchmean")
+    assert torch.allclose(LOSSES.build("logits", temperature=2.0).compute(student, teacher, {}), 4 * expected)
+
+
+@pytest.mark.parametrize("name", ["logits", "cosine"])
+def test_padding_does_not_count(name: str) -> None:
+    student, teacher = outputs(2, 5, 7, seed=1), outputs(2, 5, 7, seed=2)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    term = LOSSES.build(name)
+    whole = term.compute(student, teacher, {"attention_mask": mask})
+    student.logits[1, 2:] = 100 * torch.randn(3, 7)
+    assert torch.allclose(term.compute(student, teacher, {"attention_mask": mask}), whole)
+
+
+def test_the_gradient_of_cosine_is_the_papers() -> None:
+    student, teacher = outputs(1, 7, seed=1), outputs(1, 7, seed=2)
+    student.logits.requires_grad_()
+    LOSSES.build("cosine").compute(student, teacher, {}).backward()
+    p, t = (F.softmax(out.logits.detach()[0], -1) for out in (student, teacher))
+    of_p = -t / (t.norm() * p.norm()) + (t @ p) * p / (t.norm() * p.norm() ** 3)
+    expected = (torch.diag(p) - torch.outer(p, p)) @ of_p
+    assert torch.allclose(student.logits.grad[0], expected, atol=1e-6)
+
+
+def test_token_weights() -> None:
+    torch.manual_seed(0)
+    logits, labels = 3 * torch.randn(2, 6, 9), torch.randint(9, (2, 6))
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(2, 6)
+    weights = token_weights(logits, labels, 10.0)
+    assert torch.allclose(weights.sum(-1), torch.ones(2))
+    assert torch.equal(weights.argsort(-1), losses.argsort(-1)), "what the teacher finds hard counts more"
+    assert torch.allclose(token_weights(logits, labels, 1e6), torch.full((2, 6), 1 / 6), atol=1e-5)
+    labels[0, 3:] = -100
+    labels[1] = -100
+    ignored = token_weights(logits, labels, 10.0)
+    assert ignored[0, 3:].abs().sum() == 0 and ignored[0].sum() == pytest.approx(1) and ignored[1].abs().sum() == 0
+
+
+def test_token_scaled_logits_with_equal_weights_are_plain_distillation() -> None:
+    student, teacher, labels = outputs(2, 6, 9, seed=1), outputs(2, 6, 9, seed=2), torch.randint(9, (2, 6))
+    plain = -(F.softmax(teacher.logits, -1) * F.log_softmax(student.logits, -1)).sum(-1)[:, :-1].mean()
+    term = LOSSES.build("token-scaled-logits", temperature=1e6)
+    assert torch.allclose(term.compute(student, teacher, {"labels": labels}), plain, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_terms_reach_the_student_only(name: str) -> None:
+    student, teacher = outputs(2, 6, 9, seed=1), outputs(2, 6, 9, seed=2)
+    for out in (student, teacher):
+        out.logits.requires_grad_()
+    student.loss = student.logits.mean()
+    term: LossTerm = LOSSES.build(name)
+    loss: Tensor = term.compute(student, teacher, {"labels": torch.randint(9, (2, 6))})
+    loss.backward()
+    assert student.logits.grad is not None and student.logits.grad.abs().sum() > 0 and teacher.logits.grad is None
+    assert LossTerm.from_config(term.to_json()) == term

@@ -1,0 +1,201 @@
+"""Quantization-aware training end to end: it learns, packs what it trained, resumes to the bit, and refuses early."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from smelt.compression.base import METHODS, Batch, Method, MethodContext
+from smelt.compression.distillation.fake_quantize import fake_quantized_layers, init_activations, prepare
+from smelt.compression.distillation.quantizers.pact import Pact
+from smelt.compression.distillation.quantizers.sawb import Sawb
+from smelt.compression.distillation.samples import Samples, crop_and_flip
+from smelt.compression.distillation.speq import StochasticPrecisionTeacher, frozen_running_statistics
+from smelt.compression.recipe.recipe import Recipe
+from smelt.errors import DataError, ModelError, RecipeError
+from smelt.models.artifact import load_artifact, save_artifact
+from smelt.models.model import Model
+from smelt.models.quantized import QuantizedConv, quantized_layers
+from smelt.models.verify import verify
+from smelt.progress import NullProgress
+from tests.tiny import BUILDS
+
+FAST = {"batch_size": 16, "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}, "epochs": 6}
+W2A2 = {"weights": {"quantizer": "sawb"}, "inputs": {"quantizer": "pact", "alpha": 3.0, "penalty_weight": 0.002}}
+
+
+def images(count: int = 128) -> list[Batch]:
+    """Return images of five classes, each with a bright square elsewhere."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(5, (count,), generator=generator)
+    pixels = 0.3 * torch.randn(count, 3, 32, 32, generator=generator)
+    for image, label in zip(pixels, labels.tolist(), strict=True):
+        image[:, 6 * label : 6 * label + 6, 6 * label : 6 * label + 6] += 2
+    return [{"pixel_values": p, "labels": y} for p, y in zip(pixels.split(32), labels.split(32), strict=True)]
+
+
+def text(count: int = 64) -> list[Batch]:
+    ids = torch.randint(3, 20, (count, 16), generator=torch.Generator().manual_seed(0)).repeat_interleave(2, dim=1)
+    return [{"input_ids": part, "attention_mask": torch.ones_like(part), "labels": part} for part in ids.split(16)]
+
+
+def train(
+    method: Method, network: Any, batches: list[Batch], folder: Path, **more: Any
+) -> tuple[Model, dict[str, Any]]:
+    model = Model(network, source="tiny")
+    return model, method.apply(model, MethodContext(batches=batches, folder=folder, seed=1, **more))
+
+
+def accuracy(model: Model, batches: list[Batch]) -> float:
+    with torch.no_grad():
+        correct = [model.network(b["pixel_values"]).logits.argmax(-1) == b["labels"] for b in batches]
+    return float(torch.cat(correct).float().mean())
+
+
+@pytest.mark.parametrize("name", ["qat", "speq"])
+def test_a_2_bit_network_learns_and_is_packed(name: str, tmp_path: Path) -> None:
+    model, facts = train(METHODS.build(name, **W2A2, **FAST), BUILDS["resnet"](), images(), tmp_path)
+    layers = quantized_layers(model.network)
+    assert all(isinstance(layer, QuantizedConv) and layer.scheme.static for layer in layers.values())
+    assert len(layers) == facts["layers_quantized"] > 8 and not fake_quantized_layers(model.network)
+    assert facts["loss_curve"][0][1] > 2 * facts["loss_curve"][-1][1]
+    assert accuracy(model, images()) > 0.85
+    assert facts["conversion_error"] < 1e-5 and max(facts["learned_alpha"]) < 3.0, "the penalty lowers every level"
+    assert len(next(iter(layers.values())).weight.unique()) <= 4
+    assert facts["bytes_after"] < facts["bytes_before"] / 4
+    (tmp_path / "saved").mkdir()
+    save_artifact(model, tmp_path / "saved")
+    verify(model, tmp_path / "saved")
+    pixels = images()[0]["pixel_values"]
+    reloaded = load_artifact(tmp_path / "saved")
+    assert torch.equal(reloaded.network(pixels).logits, model.network(pixels).logits)
+
+
+def test_a_language_model_learns_ternary_weights_from_itself(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    dense = BUILDS["llama"]()
+    optimizer = torch.optim.AdamW(dense.parameters(), 3e-3)
+    for _ in range(25):
+        for batch in text():
+            optimizer.zero_grad()
+            dense(**batch).loss.backward()
+            optimizer.step()
+    settings = {"batch_size": 8, "optimizer": {"lr": 3e-3}, "epochs": 8}
+    rounded, _ = train(METHODS.build("tsld", **{**settings, "epochs": 1e-3}), copy.deepcopy(dense), text(), tmp_path)
+    trained, facts = train(METHODS.build("tsld", **settings), copy.deepcopy(dense), text(), tmp_path)
+    losses = [sum(float(each.network(**batch).loss.detach()) for batch in text()) / 4 for each in (rounded, trained)]
+    assert losses[1] < 0.9 * losses[0] and facts["bits"] == 2
+    assert len(quantized_layers(trained.network)) == 21
+
+
+class Interrupted(NullProgress):
+    """Raises after so many steps, as a killed process ends."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def track(self, items: Iterable[Any], description: str, total: int | None = None) -> Iterator[Any]:
+        for index, item in enumerate(items):
+            if index == self.steps:
+                raise KeyboardInterrupt
+            yield item
+
+
+def test_an_interrupted_run_resumes_to_the_bit(tmp_path: Path) -> None:
+    method = METHODS.build("speq", **W2A2, **{**FAST, "epochs": 2}, augment=True, checkpoint_every=4)
+    whole, _ = train(method, BUILDS["resnet"](), images(), tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        train(method, BUILDS["resnet"](), images(), tmp_path / "cut", progress=Interrupted(10))
+    assert any((tmp_path / "cut").iterdir())
+    resumed, facts = train(method, BUILDS["resnet"](), images(), tmp_path / "cut")
+    states = [each.network.state_dict() for each in (whole, resumed)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert len(facts["loss_curve"]) == facts["steps"] == 16 and not any((tmp_path / "cut").iterdir())
+
+
+def test_speqs_teacher() -> None:
+    """Without high precision it is the student; it changes neither running statistics nor bits."""
+    torch.manual_seed(0)
+    network = BUILDS["resnet"]().train()
+    batch = images(32)[0]
+    paths = [path for path, m in network.named_modules() if isinstance(m, nn.Conv2d) and "encoder" in path]
+    prepare(network, dict.fromkeys(paths, Sawb()), Pact(2, alpha=2.0))
+    init_activations(network, batch)
+    before = copy.deepcopy(network.state_dict())
+    student = type("Student", (), {"network": network})()
+    with torch.no_grad(), frozen_running_statistics(network):
+        own = network(**batch).logits
+    with torch.no_grad():
+        same = StochasticPrecisionTeacher(0.0, 8).outputs(student, batch).logits
+        high = StochasticPrecisionTeacher(1.0, 8).outputs(student, batch).logits
+        drawn = [StochasticPrecisionTeacher(0.5, 8).outputs(student, batch).logits for _ in range(2)]
+    assert torch.equal(own, same) and not torch.equal(own, high) and not torch.equal(*drawn)
+    running = {name: value for name, value in network.state_dict().items() if "num_batches" not in name}
+    assert all(torch.equal(value, before[name]) for name, value in running.items())
+    assert {layer.input_bits for layer in fake_quantized_layers(network).values()} == {2}
+
+
+def test_samples_are_padded_split_and_augmented_repeatably() -> None:
+    rows = [{"input_ids": torch.ones(2, 3).long(), "labels": torch.tensor([1, 0])},
+            {"input_ids": torch.ones(2, 5).long(), "labels": torch.tensor([0, 1])}]  # fmt: skip
+    samples = Samples.from_batches(rows, torch.device("cpu"), augment=False, seed=0)
+    assert samples.tensors["input_ids"].shape == (4, 5) and samples.tensors["input_ids"].sum() == 16
+    first, last = samples.split(0.25)
+    assert (len(first), len(last)) == (3, 1)
+    with pytest.raises(DataError, match="only images"):
+        Samples.from_batches(rows, torch.device("cpu"), augment=True, seed=0)
+    with pytest.raises(DataError, match="too few"):
+        Samples({"labels": torch.ones(1)}).split(0.5)
+    pixels = torch.arange(2 * 3 * 8 * 8.0).view(2, 3, 8, 8) + 1
+    cropped = [crop_and_flip(pixels, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
+    assert torch.equal(cropped[0], cropped[1]) and not torch.equal(cropped[0], cropped[2])
+    assert all(_is_crop(image, source) for image, source in zip(cropped[0], pixels, strict=True))
+
+
+def _is_crop(image: Tensor, source: Tensor) -> bool:
+    padded = F.pad(source, [4] * 4)
+    windows = [padded[:, top : top + 8, left : left + 8] for top in range(9) for left in range(9)]
+    return any(torch.equal(image, window) or torch.equal(image, window.flip(-1)) for window in windows)
+
+
+def test_what_cannot_work_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="the loss logits needs a teacher"):
+        METHODS.build("qat", losses=[{"loss": "logits"}])
+    with pytest.raises(RecipeError, match="speq varies the precision"):
+        METHODS.build("speq", inputs=None)
+    with pytest.raises(RecipeError, match="groups of 128 do not divide"):
+        train(METHODS.build("qat"), BUILDS["llama"](), text(), tmp_path)
+    with pytest.raises(DataError, match="the data has none"):
+        unlabeled = [{"pixel_values": batch["pixel_values"]} for batch in images()]
+        train(METHODS.build("speq"), BUILDS["resnet"](), unlabeled, tmp_path)
+    with pytest.raises(ModelError, match="it needs a language model"):
+        train(METHODS.build("tsld"), BUILDS["resnet"](), images(), tmp_path)
+    with pytest.raises(DataError, match=r"negative values.* `signed: true`"):
+        settings = {"weights": {"quantizer": "twn"}, "inputs": {"quantizer": "pact", "bits": 8}}
+        train(METHODS.build("qat", **settings), BUILDS["llama"](), text(), tmp_path)
+    with pytest.raises(ModelError, match="vocabulary"):
+        BUILDS["gpt2"]().save_pretrained(tmp_path / "teacher")
+        settings = {
+            "weights": {"quantizer": "twn"},
+            "losses": [{"loss": "logits"}],
+            "teacher": str(tmp_path / "teacher"),
+        }
+        network = BUILDS["llama"]()
+        network.config.vocab_size = 5
+        train(METHODS.build("qat", **settings), network, text(), tmp_path)
+    assert not list(tmp_path.glob("*-training"))
+
+
+def test_a_recipe_round_trips() -> None:
+    step = {"method": "qat", "teacher": "source", "losses": [{"loss": "logits", "weight": 0.5}, {"loss": "labels"}],
+            "weights": {"quantizer": "lsq", "weight_format": "int2/64"}, "inputs": {"quantizer": "lsq", "signed": True},
+            "optimizer": {"name": "sgd", "lr": 0.1}}  # fmt: skip
+    recipe = Recipe.parse({"steps": [step]})
+    assert Recipe.parse(recipe.to_json()) == recipe and "quantizer: lsq" in recipe.to_yaml()

@@ -1,0 +1,189 @@
+"""Quantizers of QAT: the card's values, gradients by finite differences, and values that are a format's bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from smelt.compression.distillation.quantizers import ACTIVATION_QUANTIZERS, WEIGHT_QUANTIZERS
+from smelt.compression.distillation.quantizers.pact import Pact
+from smelt.compression.distillation.quantizers.sawb import CONSTANTS, Sawb, clipping_level
+from smelt.compression.distillation.quantizers.twn import Twn
+from smelt.errors import DataError, RecipeError
+from smelt.kernels.linear import ActivationQuant
+from smelt.numerics.format import QuantizedTensor
+
+WEIGHTS: list[dict[str, Any]] = [
+    *({"quantizer": "sawb", "bits": bits, "zero": zero} for bits, zero in CONSTANTS),
+    {"quantizer": "sawb", "bits": 2, "granularity": "channel", "gradient": "clip"},
+    {"quantizer": "lsq", "weight_format": "int2/16"},
+    {"quantizer": "lsq", "weight_format": "int3/row@float16"},
+    {"quantizer": "lsq", "weight_format": "int4/tensor"},
+    {"quantizer": "lsq", "weight_format": "ternary/16"},
+    {"quantizer": "dorefa", "bits": 2},
+    {"quantizer": "dorefa", "bits": 4},
+    {"quantizer": "twn"},
+    {"quantizer": "twn", "group_size": 16},
+    {"quantizer": "twn", "group_size": 0},
+    {"quantizer": "minmax", "weight_format": "nvfp4"},
+    {"quantizer": "minmax", "weight_format": "int4-asym/16@float16"},
+]
+INPUTS: list[dict[str, Any]] = [
+    {"quantizer": "pact", "bits": 2, "alpha": 1.5},
+    {"quantizer": "pact", "bits": 4, "alpha": 1.5, "gradient": "plus"},
+    {"quantizer": "pact", "bits": 3, "alpha": 1.5, "gradient": "cg"},
+    {"quantizer": "pact", "bits": 4, "alpha": 1.5, "signed": True},
+    {"quantizer": "lsq", "bits": 3},
+    {"quantizer": "lsq", "bits": 8, "signed": True},
+    {"quantizer": "dorefa", "bits": 2},
+    {"quantizer": "minmax", "bits": 4},
+    {"quantizer": "minmax", "bits": 8, "signed": True},
+]
+
+
+def names(settings: dict[str, Any]) -> str:
+    return "-".join(str(value) for value in settings.values())
+
+
+@pytest.mark.parametrize("settings", WEIGHTS, ids=names)
+def test_weights_are_what_their_packed_form_holds(settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    quantizer, weight = WEIGHT_QUANTIZERS.build(settings), torch.randn(12, 40 if "16" not in names(settings) else 48)
+    learned = quantizer.init(weight)
+    quantized = quantizer.quantize(weight, learned)
+    packed = QuantizedTensor.from_packed(quantized.format, quantized.pack(), weight.shape[1])
+    fake = quantizer.fake_quantize(weight, learned)
+    assert torch.equal(packed.dequantize(), fake)
+    groups = quantizer.format.split_groups(fake)
+    assert len(fake.unique()) > 1 and max(len(group.unique()) for group in groups[0]) <= 2**quantizer.format.bits
+
+
+@pytest.mark.parametrize("settings", INPUTS, ids=names)
+def test_activations_are_what_packed_layers_compute(settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    quantizer = ACTIVATION_QUANTIZERS.build(settings)
+    x = torch.randn(4, 33) if settings.get("signed") else torch.randn(4, 33).relu()
+    learned = quantizer.init(x)
+    for bits in (quantizer.bits, 8):
+        scale = quantizer.scale(bits, learned).detach().reshape(1, 1, 1)
+        expected = ActivationQuant(quantizer.format(bits), scale).fake_quantize(x)
+        assert torch.equal(quantizer.fake_quantize(x, bits, learned), expected)
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_clipping_levels_of_gaussian_weights_are_those_of_the_card(zero: bool) -> None:
+    """From the formula; the levels of least squared error are 1.494, 1.224, 2.514, 2.474 and 3.894."""
+    torch.manual_seed(0)
+    weight = torch.randn(1000, 1000)
+    for bits, expected in ({2: 1.236, 4: 2.436, 8: 3.802} if zero else {2: 1.473, 4: 2.467}).items():
+        assert float(clipping_level(weight, bits, zero)) == pytest.approx(expected, abs=0.01)
+
+
+@pytest.mark.parametrize(("bits", "zero"), [(2, False), (2, True), (3, False), (4, False), (4, True)])
+def test_sawb_is_near_the_least_squared_error(bits: int, zero: bool) -> None:
+    torch.manual_seed(0)
+    shapes = [torch.randn(100, 200), torch.distributions.Laplace(0.0, 1.0).sample(torch.Size((100, 200)))]
+    for weight in shapes:
+        best = min(_squared_error(weight, alpha, bits, zero) for alpha in torch.linspace(0.3, 6, 115).tolist())
+        ours = (Sawb(bits, zero).fake_quantize(weight, {}) - weight).square().mean()
+        assert float(ours) <= 1.02 * best
+
+
+def _squared_error(weight: Tensor, alpha: float, bits: int, zero: bool) -> float:
+    steps = 2**bits - 2 if zero else 2**bits - 1
+    grid = torch.linspace(-alpha, alpha, steps + 1)
+    nearest = grid[(weight[..., None] - grid).abs().argmin(-1)]
+    return float((nearest - weight).square().mean())
+
+
+def test_weights_of_equal_magnitude_are_clipped_at_the_largest() -> None:
+    assert float(clipping_level(torch.ones(4, 4), 8, True)) == 1.0
+
+
+def test_ternary_weights_by_hand() -> None:
+    weight = torch.tensor([[0.1, -0.2, 0.9, -1.0], [0.0, 0.0, 0.0, 0.0]])
+    assert torch.allclose(Twn().fake_quantize(weight, {}), torch.tensor([[0, 0, 0.95, -0.95], [0.0] * 4]))
+
+
+def gradients(quantizer: Pact, x: Tensor, alpha: float, bits: int) -> tuple[Tensor, float]:
+    inputs, level = x.clone().requires_grad_(), torch.tensor(alpha, requires_grad=True)
+    quantizer.fake_quantize(inputs, bits, {"alpha": level}).sum().backward()
+    assert inputs.grad is not None and level.grad is not None
+    return inputs.grad, float(level.grad)
+
+
+def test_gradients_of_pact() -> None:
+    x, alpha, steps = torch.tensor([-0.5, 0.2, 0.7, 0.9, 1.5]), 1.0, 3
+    z = x[1:4] / (alpha / steps)
+    below = {"pact": 0.0, "cg": float((z.round() / steps).sum()), "plus": float(((z.round() - z) / steps).sum())}
+    for gradient, expected in below.items():
+        of_inputs, of_alpha = gradients(Pact(2, gradient=gradient), x, alpha, 2)
+        assert of_inputs.tolist() == [0, 1, 1, 1, 0]
+        assert of_alpha == pytest.approx(1 + expected, abs=1e-6), gradient
+    of_inputs, of_alpha = gradients(Pact(4, signed=True), torch.tensor([-2.0, -0.5, 0.5, 2.0]), 1.0, 4)
+    assert of_inputs.tolist() == [0, 1, 1, 0] and of_alpha == pytest.approx(1 - 8 / 7)
+
+
+@pytest.mark.parametrize("settings", INPUTS[:6], ids=names)
+def test_gradients_by_finite_differences_without_rounding(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the rounding, whose gradient is a choice, every gradient is that of the clipped value."""
+    monkeypatch.setattr(Tensor, "round", lambda self: self)
+    torch.manual_seed(0)
+    quantizer = ACTIVATION_QUANTIZERS.build({**settings, "quantizer": settings["quantizer"]})
+    if settings.get("gradient") == "cg":
+        pytest.skip("CG-PACT's gradient is no derivative")
+    x = torch.randn(64, dtype=torch.float64)
+    learned = {name: value.double() for name, value in quantizer.init(x.float()).items()}
+    (name, value), bits = next(iter(learned.items())), quantizer.bits
+
+    def total(change: float) -> Tensor:
+        return (quantizer.fake_quantize(x, bits, {name: value + change}) ** 2).sum()
+
+    leaf = value.clone().requires_grad_()
+    (quantizer.fake_quantize(x, bits, {name: leaf}) ** 2).sum().backward()
+    assert leaf.grad is not None
+    expected = float((total(1e-6) - total(-1e-6)) / 2e-6)
+    largest = 2 ** (bits - 1) - 1 if settings.get("signed") else 2**bits - 1
+    scaled = 1.0 if settings["quantizer"] == "pact" else (len(x) * largest) ** -0.5
+    assert float(leaf.grad) == pytest.approx(scaled * expected, rel=1e-4, abs=1e-7)
+
+
+def test_gradients_of_weights() -> None:
+    weight = torch.tensor([[-3.0, -0.4, 0.1, 0.2] + 12 * [0.3]], requires_grad=True)
+    for settings, expected in (({"gradient": "plus"}, [1] * 16), ({"gradient": "clip"}, [0] + [1] * 15)):
+        weight.grad = None
+        Sawb(2, **settings).fake_quantize(weight, {}).sum().backward()
+        assert weight.grad is not None and weight.grad.flatten().tolist() == expected
+    scale = torch.tensor([[[1.0]]], requires_grad=True)
+    lsq = WEIGHT_QUANTIZERS.build({"quantizer": "lsq", "weight_format": "int2/row"})
+    lsq.fake_quantize(torch.tensor([[-3.0, -0.4, 0.1, 2.9]]), {"scale": scale}).sum().backward()
+    assert scale.grad is not None
+    by_hand = (-2 + (0 + 0.4) + (0 - 0.1) + 1) / 4**0.5  # clipped at -2, rounded to 0 twice, clipped at 1
+    assert float(scale.grad) == pytest.approx(by_hand, abs=1e-6)
+
+
+def test_one_sided_pact_refuses_negative_inputs() -> None:
+    Pact().check_input(torch.ones(3), "block.conv")
+    with pytest.raises(DataError, match=r"block\.conv have negative values.* `signed: true`"):
+        Pact().check_input(-torch.ones(3), "block.conv")
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"quantizer": "sawb", "bits": 6}, "use lsq for others"),
+        ({"quantizer": "lsq", "weight_format": "nf4"}, "symmetric integers or ternary"),
+        ({"quantizer": "lsq", "weight_format": "int99"}, "there is no number format"),
+        ({"quantizer": "minmax", "weight_format": "x"}, "there is no number format"),
+        ({"quantizer": "dorefa", "bits": 1}, "between 2 and 8"),
+        ({"quantizer": "sawbb"}, "there is no weight quantizer 'sawbb'"),
+    ],
+)
+def test_settings_that_cannot_work(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        WEIGHT_QUANTIZERS.build(settings)
