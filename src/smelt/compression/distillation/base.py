@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -33,7 +34,7 @@ from smelt.compression.distillation.losses import Labels, LossTerm
 from smelt.compression.distillation.quantizers import ActivationQuantizer, WeightQuantizer
 from smelt.compression.distillation.quantizers.minmax import MinMax
 from smelt.compression.distillation.samples import Samples
-from smelt.compression.quantization.layers import layer_groups
+from smelt.compression.quantization.layers import LinearLayer, layer_groups
 from smelt.errors import DataError, ModelError, RecipeError
 from smelt.measure.cost import block_parameters, count_bytes
 from smelt.models.anatomy import Anatomy
@@ -68,12 +69,13 @@ class QuantizationAwareTraining(Method):
     losses: tuple[LossTerm, ...] = (Labels(),)  # terms that are added up
     epochs: float = 1.0  # over the samples of the recipe's data
     batch_size: int = 32  # samples per step
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: int = 1  # batches per step
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: str = "off"  # or bf16: of forward and backward
-    max_grad_norm: float | None = 1.0
+    max_grad_norm: float | None = 1.0  # gradients of a larger norm are scaled down to it; null: never
     augment: bool = False  # crop and flip images randomly
+    exclude: tuple[str, ...] = ()  # layers whose path contains one of these stay in float
     checkpoint_every: int = 500  # steps
 
     needs: ClassVar[tuple[str, ...]] = ("calibration data",)
@@ -107,17 +109,17 @@ class QuantizationAwareTraining(Method):
         if quantized_layers(anatomy.network):
             raise ModelError("this model is quantized already; train the model it was made from.")
         size = self.weights.format.group_size
-        for path, columns in _columns(anatomy).items():
+        for path, columns in self._columns(anatomy).items():
             if size > 0 and columns % size:
                 raise RecipeError(f"{path} has {columns} inputs, which groups of {size} do not divide.")
-        if not _columns(anatomy):
-            raise ModelError("this network has no linear layers or convolutions in blocks to quantize.")
+        if not self._columns(anatomy):
+            raise ModelError("there is no linear layer or convolution in the blocks of this network to quantize.")
 
     def targets(self) -> dict[str, float]:
         return {"bits": self.weights.format.bits}
 
     def bytes_change(self, anatomy: Anatomy) -> int:
-        weights = [layer.weight for block in anatomy.blocks for group in layer_groups(block) for layer in group.layers]
+        weights = [layer.weight for layer in self._layers(anatomy)]
         bits = (weight.numel() * self.weights.format.bits_per_value(weight.shape[1], len(weight)) for weight in weights)
         return int(sum(bits)) // 8 - sum(weight.numel() * weight.element_size() for weight in weights)
 
@@ -144,7 +146,7 @@ class QuantizationAwareTraining(Method):
         device = context.device or next(model.network.parameters()).device
         teacher = self.make_teacher(model)
         bytes_before, dtype = count_bytes(model.network), next(model.network.parameters()).dtype
-        paths = dict.fromkeys(_columns(model.anatomy), self.weights)
+        paths = dict.fromkeys(self._columns(model.anatomy), self.weights)
         network = model.network.float().to(device)
         layers = prepare(network, paths, self.inputs)
         samples = Samples.from_batches(context.batches, device, augment=self.augment, seed=context.seed)
@@ -152,7 +154,10 @@ class QuantizationAwareTraining(Method):
         first = {name: tensor[: self.batch_size] for name, tensor in train.tensors.items()}
         init_activations(network, first)
         student = Student(network, self.losses, teacher)
-        task = TrainingTask(student, train, validation, model.task in ("images", "classification"), saves_model=False)
+        task = TrainingTask(
+            student, train, validation, model.task in ("images", "classification"), saves_model=False,
+            log_values=partial(_mean_learned, network),
+        )  # fmt: skip
         facts = self._train(task, model, context, device)
         facts |= {f"learned_{name}": values for name, values in _learned(network).items()}
         network.eval()
@@ -168,6 +173,15 @@ class QuantizationAwareTraining(Method):
             "bytes_after": count_bytes(model.network),
             **facts,
         }
+
+    def _layers(self, anatomy: Anatomy) -> list[LinearLayer]:
+        """Return the layers to quantize."""
+        layers = [layer for block in anatomy.blocks for group in layer_groups(block) for layer in group.layers]
+        return [layer for layer in layers if not any(part in layer.path for part in self.exclude)]
+
+    def _columns(self, anatomy: Anatomy) -> dict[str, int]:
+        """Return the number of inputs of each layer to quantize, by path."""
+        return {layer.path: layer.weight.shape[1] for layer in self._layers(anatomy)}
 
     def _train(self, task: TrainingTask, model: Model, context: MethodContext, device: torch.device) -> dict[str, Any]:
         config = self._train_config(len(task.train), model, context, device)
@@ -186,6 +200,7 @@ class QuantizationAwareTraining(Method):
             "steps": config.steps,
             "final_loss": sum(losses[-20:]) / len(losses[-20:]),
             "loss_curve": _thin(losses),
+            **{f"{name}_curve": _thin([entry[name] for entry in log]) for name in task.log_values()},
             **{f"validation_{name}": value for name, value in evaluation.items()},
         }
 
@@ -244,12 +259,6 @@ def process_group(device: torch.device) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-def _columns(anatomy: Anatomy) -> dict[str, int]:
-    """Return the number of inputs of each layer to quantize, by path."""
-    groups = (group for block in anatomy.blocks for group in layer_groups(block))
-    return {layer.path: layer.weight.shape[1] for group in groups for layer in group.layers}
-
-
 def _learned(network: nn.Module) -> dict[str, list[float]]:
     """Return what activation quantizers have learned, a number for each layer."""
     values: dict[str, list[float]] = {}
@@ -257,6 +266,15 @@ def _learned(network: nn.Module) -> dict[str, list[float]]:
         for name, value in layer.input_learned.items():
             values.setdefault(name, []).append(float(value.detach()))
     return values
+
+
+def _mean_learned(network: nn.Module) -> dict[str, float]:
+    """Return the mean over layers of what activation quantizers have learned, such as PACT's alpha."""
+    values: dict[str, list[Tensor]] = {}
+    for layer in fake_quantized_layers(network).values():
+        for name, value in layer.input_learned.items():
+            values.setdefault(f"mean_{name}", []).append(value.detach())
+    return {name: float(torch.stack(each).mean()) for name, each in values.items()}
 
 
 def _conversion_error(fake_quantized: Tensor, packed: Tensor) -> float:

@@ -44,6 +44,7 @@ class TrainingTask:
     tokenizer: PreTrainedTokenizerBase | None = None
     forward_kwargs: dict[str, Any] = field(default_factory=dict)  # of every call of the network
     metadata: dict[str, Any] = field(default_factory=dict)  # for run.json
+    log_values: Callable[[], dict[str, float]] = dict  # added to the log entry of each step
     saves_model: bool = True  # at the end; false: whoever runs it goes on with the network in memory
 
     def save(self, folder: Path) -> None:

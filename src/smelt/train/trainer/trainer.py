@@ -142,6 +142,7 @@ class Trainer:
             "build_up": traffic.build_up,
             "padding": traffic.padding_overhead if traffic.padded_count else None,
             "phases": self.timer.pop_seconds(),
+            **self.task.log_values(),
         }
 
     def log(self, entry: dict[str, Any], is_last: bool) -> None:

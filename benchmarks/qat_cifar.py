@@ -1,0 +1,195 @@
+"""Quantization-aware training of ResNet-20 on CIFAR-10: quantizers, self-distillation and bits, three seeds each.
+
+    PYTHONPATH=src:benchmarks python benchmarks/qat_cifar.py [--device cuda] [--epochs 30] [--jobs 8] [--seeds 0 1 2]
+
+The images are the lossy JPEG copies of the shared folder, on which the published network loses ten points; so the dense
+network is trained on them first, from the published weights, with the same epochs, and every row starts from it. All
+rows have the same optimizer, schedule and augmentation and differ in the quantizers only. First convolution, classifier
+and the 1x1 convolutions of shortcuts stay in float. Accuracy is that of the packed network on the 10,000 test images.
+Every row is a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cifar_resnet import PROCESSOR, write_model
+from common import table, write
+from torch import Tensor
+from train_runs import cifar10
+
+from smelt.compression.base import METHODS, MethodContext
+from smelt.compression.distillation.base import Student, process_group
+from smelt.compression.distillation.losses import Labels
+from smelt.compression.distillation.samples import Samples
+from smelt.models.load import load
+from smelt.models.model import Model
+from smelt.train.trainer.config import CheckpointConfig, EvaluateConfig, OptimizerConfig, ScheduleConfig, TrainConfig
+from smelt.train.trainer.tasks import TrainingTask
+from smelt.train.trainer.trainer import Trainer
+
+LR, WEIGHT_DECAY, BATCH_SIZE = 0.04, 1e-4, 256
+PACT = {"quantizer": "pact"}
+ROWS: dict[str, dict[str, Any]] = {
+    "min-max": {"method": "qat", "weights": {"quantizer": "minmax"}, "inputs": {"quantizer": "minmax"}},
+    "DoReFa": {"method": "qat", "weights": {"quantizer": "dorefa"}, "inputs": {"quantizer": "dorefa"}},
+    "PACT (weights as DoReFa)": {"method": "qat", "weights": {"quantizer": "dorefa"}, "inputs": PACT},
+    "PACT + SAWB": {"method": "qat", "weights": {"quantizer": "sawb"}, "inputs": PACT},
+    "PACT + SAWB, SPEQ u = 0.5": {"method": "speq", "probability": 0.5},
+    "PACT + SAWB, SPEQ u = 1": {"method": "speq", "probability": 1.0},
+    "PACT + SAWB, SPEQ u = 0": {"method": "speq", "probability": 0.0},
+}
+GRID = {2: list(ROWS), 3: ["min-max", "DoReFa", "PACT + SAWB"], 4: ["min-max", "DoReFa", "PACT + SAWB"]}
+Row = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--epochs", type=float, default=30)
+    parser.add_argument("--images", type=int, default=50_000, help="of the training set")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--bits", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--jobs", type=int, default=8, help="rows that are trained at the same time")
+    parser.add_argument("--folder", type=Path, help="for the dense network and the images; kept if given")
+    parser.add_argument("--name", default="qat_cifar", help="of the results file")
+    parser.add_argument("--cell", help=argparse.SUPPRESS)  # train one row in this process
+    options = parser.parse_args()
+    if options.cell is not None:
+        print("ROW" + json.dumps(train_row(json.loads(options.cell), options)), flush=True)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        options.folder = options.folder or Path(temporary)
+        options.folder.mkdir(parents=True, exist_ok=True)
+        if not (options.folder / "cifar10.npz").exists():
+            cifar10(options.folder)
+        dense = {"row": "dense", "bits": 32, "seed": 0}
+        rows = [run_cell(dense, options)]
+        cells = [
+            {"row": name, "bits": bits, "seed": seed}
+            for seed in options.seeds for bits in options.bits for name in GRID[bits]
+        ]  # fmt: skip
+        with ThreadPoolExecutor(options.jobs) as pool:
+            for row in pool.map(lambda cell: run_cell(cell, options), cells):
+                rows.append(row)
+                write(options.name, rows, text(rows, options))
+
+
+def run_cell(cell: Row, options: argparse.Namespace) -> Row:
+    flags = ["--device", options.device, "--epochs", str(options.epochs), "--images", str(options.images)]
+    command = [sys.executable, __file__, "--cell", json.dumps(cell), "--folder", str(options.folder), *flags]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = [line for line in process.stdout.splitlines() if line.startswith("ROW")]
+    if not found:
+        raise SystemExit(f"{cell} failed:\n{process.stderr[-3000:]}")
+    row: Row = json.loads(found[0][3:])
+    print({key: value for key, value in row.items() if "curve" not in key}, flush=True)
+    return row
+
+
+def images(folder: Path, split: str, device: str, count: int | None = None) -> dict[str, Tensor]:
+    """Return normalized pixels and labels on the device."""
+    with np.load(folder / "cifar10.npz") as archive:
+        pixels, labels = archive[f"x_{split}"][:count], archive[f"y_{split}"][:count]
+    mean, std = (torch.tensor(PROCESSOR[f"image_{name}"]).view(1, 3, 1, 1) for name in ("mean", "std"))
+    values = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
+    return {"pixel_values": ((values - mean) / std).to(device), "labels": torch.from_numpy(labels).long().to(device)}
+
+
+def train_row(cell: Row, options: argparse.Namespace) -> Row:
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    dense = options.folder / "dense"
+    batch = images(options.folder, "train", options.device, options.images)
+    begun = time.monotonic()
+    if cell["row"] == "dense":
+        model = load(str(write_model(options.folder / "published")), device=options.device)
+        before = accuracy(model, options)
+        train_dense(model, batch, options)
+        model.network.save_pretrained(dense)
+        (dense / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+        facts: Row = {"published_accuracy": before}
+    else:
+        model = load(str(dense), device=options.device)
+        method = METHODS.build(settings(cell["row"], cell["bits"], options))
+        with tempfile.TemporaryDirectory() as folder:
+            facts = method.apply(model, MethodContext(batches=[batch], seed=cell["seed"], folder=Path(folder)))
+        kept = ("steps", "final_loss", "loss_curve", "mean_alpha_curve", "conversion_error", "validation_accuracy")
+        facts = {key: facts[key] for key in kept if key in facts}
+    seconds = time.monotonic() - begun
+    return {**cell, "accuracy": accuracy(model, options), "seconds": seconds, **facts}
+
+
+def settings(row: str, bits: int, options: argparse.Namespace) -> Row:
+    """Return the step of the recipe of a row, with so many bits for weights and activations."""
+    step = {**ROWS[row]}
+    if step["method"] == "speq":
+        step |= {"weights": {"quantizer": "sawb"}, "inputs": PACT}
+    weights, inputs = {**step["weights"]}, {**step["inputs"], "bits": bits}
+    weights = (
+        {**weights, "weight_format": f"int{bits}/tensor"}
+        if weights["quantizer"] == "minmax"
+        else {**weights, "bits": bits}
+    )
+    optimizer = {"name": "sgd", "lr": LR, "momentum": 0.9, "weight_decay": WEIGHT_DECAY}
+    training = {"epochs": options.epochs, "batch_size": BATCH_SIZE, "optimizer": optimizer, "augment": True}
+    return {**step, "weights": weights, "inputs": inputs, **training, "exclude": ["shortcut"], "max_grad_norm": None}
+
+
+def train_dense(model: Model, batch: dict[str, Tensor], options: argparse.Namespace) -> None:
+    """Train the float network with the settings of the rows."""
+    device = torch.device(options.device)
+    train, validation = Samples.from_batches([batch], device, augment=True, seed=0).split(0.05)
+    config = TrainConfig(
+        model="dense", task="images", batch_size=BATCH_SIZE, steps=max(int(options.epochs * len(train) / BATCH_SIZE), 1),
+        optimizer=OptimizerConfig("sgd", lr=LR, momentum=0.9, weight_decay=WEIGHT_DECAY), schedule=ScheduleConfig(),
+        gradients="none", evaluate=EvaluateConfig(samples=100_000), checkpoint=CheckpointConfig(every=None),
+        device=device.type,
+    )  # fmt: skip
+    task = TrainingTask(Student(model.network, (Labels(),), None), train, validation, True, saves_model=False)
+    with tempfile.TemporaryDirectory() as folder, process_group(device):
+        Trainer(config, Path(folder) / "run", device, resume=False, resplit=False, task=task).train()
+    model.network.eval()
+
+
+@torch.no_grad()
+def accuracy(model: Model, options: argparse.Namespace) -> float:
+    test = images(options.folder, "test", options.device)
+    parts = zip(test["pixel_values"].split(1000), test["labels"].split(1000), strict=True)
+    return sum(int((model.network(x).logits.argmax(-1) == y).sum()) for x, y in parts) / len(test["labels"])
+
+
+def text(rows: list[Row], options: argparse.Namespace) -> str:
+    dense, *others = rows
+    cells = []
+    for bits, name in dict.fromkeys((row["bits"], row["row"]) for row in others):
+        same = [row for row in others if (row["bits"], row["row"]) == (bits, name)]
+        accuracies = [100 * row["accuracy"] for row in same]
+        mean = statistics.mean(accuracies)
+        alphas = [row["mean_alpha_curve"] for row in same if "mean_alpha_curve" in row]
+        cells.append([
+            f"W{bits}A{bits}", name, f"{mean:.2f}", ", ".join(f"{value:.2f}" for value in accuracies),
+            f"{mean - 100 * dense['accuracy']:+.2f}", f"{max(row['conversion_error'] for row in same):.0e}",
+            f"{alphas[0][0][1]:.2f} to {alphas[0][-1][1]:.2f}" if alphas else "",
+        ])  # fmt: skip
+    headings = ["bits", "method", "accuracy, %", "by seed", "against float", "packed differs by", "mean alpha"]
+    return (
+        f"# QAT of ResNet-20 on CIFAR-10 (JPEG copies)\n\nFloat: {100 * dense['accuracy']:.2f} % after training on the "
+        f"copies, {100 * dense['published_accuracy']:.2f} % before. {options.epochs:g} epochs of {options.images:,} "
+        f"images, batch {BATCH_SIZE}, SGD with lr {LR} and a cosine.\n\n" + table(headings, cells)
+    )
+
+
+if __name__ == "__main__":
+    main()
