@@ -134,6 +134,8 @@ def test_responses_complete_and_streamed(folder: Path) -> None:
     assert events[-1]["type"] == "response.completed" and last["status"] == "completed"
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == last["output"] and [item["type"] for item in done] == ["reasoning", "message", "function_call"]
+    added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
+    assert [item.get("arguments", item.get("content")) for item in added] == [[], [], ""], "their text comes later"
     for name, text in {
         "output_text": "Look:",
         "reasoning_text": "Hm.",
