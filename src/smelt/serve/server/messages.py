@@ -74,14 +74,14 @@ class Thinking(StrictModel):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class OutputFormat(StrictModel):
+class AnthropicOutputFormat(StrictModel):
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class OutputConfig(StrictModel):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: OutputFormat | None = None
+    format: AnthropicOutputFormat | None = None
 
 
 class CountTokensRequest(StrictModel):
@@ -106,7 +106,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 register_fields(
-    AnthropicMessage, AnthropicTool, AnthropicToolChoice, Thinking, OutputFormat, OutputConfig, MessagesRequest
+    AnthropicMessage, AnthropicTool, AnthropicToolChoice, Thinking, AnthropicOutputFormat, OutputConfig, MessagesRequest
 )
 
 
