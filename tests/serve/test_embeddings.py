@@ -77,7 +77,7 @@ def test_embeddings(ask: Any, folder: Path) -> None:
     for text, item in zip(TEXTS, answer["data"], strict=True):
         torch.testing.assert_close(torch.tensor(item["embedding"]), expected(folder, text), atol=1e-5, rtol=1e-4)
     counts = [len(character_tokenizer(encoder=True)(text)["input_ids"]) for text in TEXTS]
-    assert answer["usage"] == {"prompt_tokens": sum(counts), "total_tokens": sum(counts)}
+    assert answer["usage"] == {"prompt_tokens": sum(counts), "total_tokens": sum(counts), "completion_tokens": 0}
     packed = ask("POST", "/v1/embeddings", {"input": TEXTS[0], "encoding_format": "base64"}).json()["data"][0]
     vector = struct.unpack("<32f", base64.b64decode(packed["embedding"]))
     assert vector == pytest.approx(answer["data"][0]["embedding"])
@@ -85,6 +85,23 @@ def test_embeddings(ask: Any, folder: Path) -> None:
     by_tokens = ask("POST", "/v1/embeddings", {"input": tokens}).json()["data"][0]["embedding"]
     assert by_tokens == pytest.approx(answer["data"][0]["embedding"])
     assert "smelt:embeddings_total" in ask("GET", "/metrics").text
+
+
+def test_long_texts_are_truncated_on_request(ask: Any, folder: Path) -> None:
+    tokenizer = character_tokenizer(encoder=True)
+    for count in (10, 64, -1):
+        limit = 64 if count == -1 else count
+        text = "a long text " * 1000
+        body = {"input": text, "truncate_prompt_tokens": count}
+        answer = ask("POST", "/v1/embeddings", body).json()
+        tokens = tokenizer(text, truncation=True, max_length=limit)["input_ids"]
+        same = ask("POST", "/v1/embeddings", {"input": tokens}).json()
+        assert answer["data"] == same["data"] and answer["usage"]["prompt_tokens"] == limit == len(tokens)
+    short = ask("POST", "/v1/embeddings", {"input": "hello", "truncate_prompt_tokens": 10}).json()
+    assert short["data"] == ask("POST", "/v1/embeddings", {"input": "hello"}).json()["data"]
+    for count in (0, 65):
+        wrong = ask("POST", "/v1/embeddings", {"input": "hello", "truncate_prompt_tokens": count})
+        assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "truncate_prompt_tokens"
 
 
 def test_unsupported_requests_to_an_encoder(ask: Any) -> None:

@@ -134,6 +134,8 @@ def test_responses_complete_and_streamed(folder: Path) -> None:
     assert events[-1]["type"] == "response.completed" and last["status"] == "completed"
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == last["output"] and [item["type"] for item in done] == ["reasoning", "message", "function_call"]
+    added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
+    assert [item.get("arguments", item.get("content")) for item in added] == [[], [], ""], "their text comes later"
     for name, text in {
         "output_text": "Look:",
         "reasoning_text": "Hm.",
@@ -235,6 +237,12 @@ def test_sampling_and_log_probabilities_of_responses(server: Server) -> None:
     assert server.post("/v1/responses", body).json()["output"][0]["content"][0]["logprobs"] == []
 
 
+def test_messages_in_a_format(server: Server) -> None:
+    output = {"format": {"type": "json_schema", "schema": {"enum": ["yes", "no"]}}, "effort": "max"}
+    answer = server.post("/v1/messages", {**ASKED, "output_config": output}).json()
+    assert answer["content"][0]["text"] in ('"yes"', '"no"') and answer["stop_reason"] == "end_turn"
+
+
 BAD_MESSAGES: dict[str, dict[str, Any]] = {
     "no max_tokens": {"max_tokens": None},
     "an image": {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}]},
@@ -249,6 +257,8 @@ BAD_MESSAGES: dict[str, dict[str, Any]] = {
     "a choice": {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}},
     "a schema": {"tools": [{"name": "f", "input_schema": {"type": "x"}}]},
     "a server tool": {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+    "an output format": {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
+    "no output schema": {"output_config": {"format": {"type": "json_schema"}}},
     "mcp": {"mcp_servers": [{"url": "http://x"}]},
     "temperature": {"temperature": 1.5},
     "half a character": {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]},

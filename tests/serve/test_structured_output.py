@@ -141,7 +141,8 @@ def test_adapters_are_models(model_folder: Path, tmp_path: Path) -> None:
     server = start(model_folder, tmp_path, "--kv-cache-gib", "0.02", "--lora-modules", f"poet={folder}")
     try:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            assert [model.id for model in client.models.list()] == [NAME, "poet"]
+            cards = [(model.id, model.model_dump()["parent"]) for model in client.models.list()]
+            assert cards == [(NAME, None), ("poet", NAME)]
             answers = [
                 client.completions.create(model=name, prompt="hello", max_tokens=24, temperature=0, extra_body={})
                 for name in (NAME, "poet", NAME)

@@ -76,7 +76,8 @@ class _Writer:
                     first = self._choice(Delta(index), "", delta={"role": "assistant", "content": self.echo})
                     with_prompt = self.body.return_token_ids and len(started) == 1
                     prompt = {"prompt_token_ids": self.generation.prompts[0]} if with_prompt else {}
-                    yield {**head, "choices": [first], **prompt, **usage}
+                    before = {"usage": self.generation.initial_usage} if usage and len(started) == 1 else usage
+                    yield {**head, "choices": [first], **prompt, **before}
                 for choice in self._delta_choices(delta):
                     yield {**head, "choices": [choice], **usage}
         if options is not None and options.include_usage:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import time
+import uuid
 from array import array
 from typing import TYPE_CHECKING, Any
 
@@ -35,15 +37,22 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         raise ApiError(400, message, param="model")
     if body.dimensions not in (None, encoder.hidden_size):
         raise ApiError(400, f"dimensions: the model's vectors have {encoder.hidden_size}.", param="dimensions")
-    texts = await encode_inputs(service, body.input)
+    texts = await encode_inputs(service, body.input, body.truncate_prompt_tokens)
     vectors = await run_encoder(request, texts, encoder.embed(texts))
     tokens = sum(map(len, texts))
     convert = _base64 if body.encoding_format == "base64" else list
     data = [
         {"object": "embedding", "index": index, "embedding": convert(vector)} for index, vector in enumerate(vectors)
     ]
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return JSONResponse({"object": "list", "data": data, "model": service.name, "usage": usage})
+    return list_response(service, "embd", data, tokens)
+
+
+def list_response(service: Service, kind: str, data: list[dict[str, Any]], tokens: int) -> Response:
+    """Return a list of results as OpenAI does, with vLLM's further fields."""
+    return JSONResponse({
+        "id": f"{kind}-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": service.name,
+        "data": data, "usage": {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0},
+    })  # fmt: skip
 
 
 def require_encoder(service: Service, model: str | None) -> Encoder:
@@ -74,14 +83,26 @@ async def run_encoder(request: Request, texts: list[list[int]], work: Any) -> li
     return rows
 
 
-async def encode_inputs(service: Service, content: Any) -> list[list[int]]:
-    """Return the tokens of one or several texts, each of which may be tokens already."""
+async def encode_inputs(service: Service, content: Any, truncate: int | None = None) -> list[list[int]]:
+    """Return the tokens of one or several texts, each of which may be tokens already: all of them, or at most the first
+    `truncate` (-1: as many as fit) with the token that ends a text."""
+    limit = service.max_model_len if truncate == -1 else truncate
+    if limit is not None and not 0 < limit <= service.max_model_len:
+        message = f"truncate_prompt_tokens: it must be -1, or 1 to {service.max_model_len:,}."
+        raise ApiError(400, message, param="truncate_prompt_tokens")
     inputs = content if isinstance(content, list) and not isinstance(content[0], int) else [content]
     service.admission.check(len(inputs))
     inline = sum(map(len, inputs)) <= INLINE_CHARACTERS
     texts = []
     for item in inputs:
-        text = await service.tokenizer.encode(item, param="input", inline=inline) if isinstance(item, str) else item
+        if isinstance(item, str):
+            item = item if limit is None else service.tokenizer.shorten(item)
+            text = await service.tokenizer.encode(item, param="input", inline=inline)
+        else:
+            text = item
+        if limit is not None and len(text) > limit:
+            end = text[-1:] if text[-1] in service.tokenizer.special_ids else []
+            text = text[: limit - len(end)] + end
         if not text or len(text) > service.max_model_len:
             message = f"input: a text has {len(text):,} tokens; it must have 1 to {service.max_model_len:,}."
             raise ApiError(400, message, param="input", code="context_length_exceeded")

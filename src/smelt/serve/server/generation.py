@@ -293,8 +293,15 @@ class Generation:
 
     @property
     def usage(self) -> dict[str, object]:
+        return self._usage(sum(answer.count for answer in self.answers))
+
+    @property
+    def initial_usage(self) -> dict[str, object]:
+        """The usage before the first generated token."""
+        return self._usage(0)
+
+    def _usage(self, completion: int) -> dict[str, object]:
         prompt = sum(map(len, self.prompts))
-        completion = sum(answer.count for answer in self.answers)
         cached = sum(answer.cached for answer in self.answers[:: self.sampling.n])
         return {
             "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,

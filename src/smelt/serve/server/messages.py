@@ -74,6 +74,16 @@ class Thinking(StrictModel):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
+class AnthropicOutputFormat(StrictModel):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(StrictModel):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: AnthropicOutputFormat | None = None
+
+
 class CountTokensRequest(StrictModel):
     model_config = example(messages=[{"role": "user", "content": "Why is the sky blue?"}])
     model: str | None = None
@@ -82,6 +92,7 @@ class CountTokensRequest(StrictModel):
     tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
 
 
 class MessagesRequest(CountTokensRequest):
@@ -94,7 +105,9 @@ class MessagesRequest(CountTokensRequest):
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
 
-register_fields(AnthropicMessage, AnthropicTool, AnthropicToolChoice, Thinking, MessagesRequest)
+register_fields(
+    AnthropicMessage, AnthropicTool, AnthropicToolChoice, Thinking, AnthropicOutputFormat, OutputConfig, MessagesRequest
+)
 
 
 @router.post(_PATH)
@@ -128,12 +141,26 @@ def _translate(body: CountTokensRequest) -> ChatRequest:
             problem = "messages: the last one may be a text of the assistant, which the answer continues, but no calls."
             raise ApiError(400, problem, param="messages")
         fields["continue_final_message"] = True
-    if body.thinking is not None:
-        fields["reasoning_effort"] = "none" if body.thinking.type == "disabled" else "medium"
+    fields |= _translate_output(body)
     if isinstance(body, MessagesRequest):
         names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
         fields |= {"stop": body.stop_sequences or None, **{name: getattr(body, name) for name in names}}
     return chat_request(fields)
+
+
+def _translate_output(body: CountTokensRequest) -> dict[str, Any]:
+    """Return the effort of reasoning and the format of the answer as chat completions name them."""
+    fields: dict[str, Any] = {}
+    config = body.output_config or OutputConfig()
+    if config.effort is not None:
+        fields["reasoning_effort"] = "xhigh" if config.effort == "max" else config.effort
+    if body.thinking is not None and body.thinking.type == "disabled":
+        fields["reasoning_effort"] = "none"
+    elif body.thinking is not None:
+        fields.setdefault("reasoning_effort", "medium")
+    if config.format is not None:
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": config.format.schema_}}
+    return fields
 
 
 def _translate_tools(body: CountTokensRequest) -> dict[str, Any]:

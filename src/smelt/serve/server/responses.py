@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -299,7 +300,8 @@ def _stream_events(event: BlockEvent, new_logprobs: list[dict[str, Any]]) -> lis
     logprobs: dict[str, Any] = {"logprobs": shown} if block.type == "text" else {}
     if event.event == "delta":
         return [{"type": f"{name}.delta", **within, "delta": event.text, **logprobs}]
-    if event.event == "start":
+    if event.event == "start":  # the block may have text already, which the next event has
+        item = _item(replace(block, text="", logprobs=[]), "in_progress")
         events = [{"type": "response.output_item.added", **place, "item": item}]
         if block.type != "call":
             events.append({"type": "response.content_part.added", **within, "part": _content_part(block, "")})

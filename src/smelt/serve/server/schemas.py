@@ -180,6 +180,7 @@ class EmbeddingRequest(StrictModel):
     input: Text | Tokens | Texts | TokenLists
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     user: str | None = None
 
 

@@ -6,15 +6,14 @@ that reads both texts), by the sigmoid of its output.
 
 from __future__ import annotations
 
-import time
 import uuid
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import AliasChoices, Field
 from starlette.responses import JSONResponse, Response
 
-from smelt.serve.server.embeddings import encode_inputs, require_encoder, run_encoder
+from smelt.serve.server.embeddings import encode_inputs, list_response, require_encoder, run_encoder
 from smelt.serve.server.errors import ApiError
 from smelt.serve.server.schemas import (
     MAX_PROMPTS,
@@ -65,6 +64,7 @@ class ClassifyRequest(StrictModel):
     model_config = example(input="A wonderful film.")
     model: str | None = None
     input: Text | Tokens | Texts | TokenLists
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
 
 
 register_fields(Document, RerankRequest, ScoreRequest, ClassifyRequest)
@@ -109,7 +109,7 @@ async def score(body: ScoreRequest, request: Request) -> Response:
         raise ApiError(400, message, param="text_1")
     scores, tokens = await _scores(request, body.model, list(zip(first, second, strict=True)))
     data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
-    return _list_response(request, "score", data, tokens)
+    return list_response(request.app.state.service, "score", data, tokens)
 
 
 @router.post("/classify")
@@ -120,7 +120,7 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
     encoder = require_encoder(service, body.model)
     if not encoder.labels:
         raise ApiError(400, f"{service.name} has no classification head; use /v1/embeddings.", param="model")
-    texts = await encode_inputs(service, body.input)
+    texts = await encode_inputs(service, body.input, body.truncate_prompt_tokens)
     rows = await run_encoder(request, texts, encoder.classify(texts))
     data = [
         {
@@ -129,7 +129,7 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
         }
         for index, row in enumerate(rows)
     ]  # fmt: skip
-    return _list_response(request, "classify", data, sum(map(len, texts)))
+    return list_response(service, "classify", data, sum(map(len, texts)))
 
 
 async def _scores(request: Request, model: str | None, pairs: list[tuple[str, str]]) -> tuple[list[float], int]:
@@ -160,11 +160,3 @@ async def _cross_encoder_scores(
         raise ApiError(400, message, code="context_length_exceeded")
     rows = await run_encoder(request, tokens, encoder.classify(tokens, types))
     return [row[0] for row in rows], sum(map(len, tokens))
-
-
-def _list_response(request: Request, kind: str, data: list[dict[str, Any]], tokens: int) -> Response:
-    service: Service = request.app.state.service
-    return JSONResponse({
-        "id": f"{kind}-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": service.name,
-        "data": data, "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-    })  # fmt: skip

@@ -81,8 +81,9 @@ async def state(request: Request) -> dict[str, Any]:
 
 
 def _model_card(service: Service, name: str) -> dict[str, Any]:
-    """Describe the model or one of its adapters, whose `root` is the model."""
+    """Describe the model or one of its adapters, whose `root` and `parent` are the model."""
     return {
         "id": name, "object": "model", "created": service.created, "owned_by": "smelt",
         "max_model_len": service.max_model_len, "root": service.name,
+        "parent": service.name if service.adapter_name(name) else None,
     }  # fmt: skip

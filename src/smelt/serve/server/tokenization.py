@@ -28,6 +28,7 @@ T = TypeVar("T")
 INLINE_CHARACTERS = 1024  # of a request, up to which it is tokenized on the event loop
 MAX_WAITING_CHARACTERS = 64 << 20  # of all requests, for a thread
 MAX_WAITING_CHATS = 64  # for the process that renders chat templates
+_SPACE = "\u2581"  # of SentencePiece, which decoding strips from the beginning of a text
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -62,6 +63,10 @@ class AsyncTokenizer:
             message = f"{param} has {len(text):,} characters; the limit is {self.max_tokens:,} tokens."
             raise ApiError(400, message, param=param, code="context_length_exceeded")
         return await self._run(len(text), lambda: self._encode(text, special), inline=inline)
+
+    def shorten(self, text: str) -> str:
+        """Return the beginning of a text, with as many characters as `max_tokens` tokens can have."""
+        return text[: self.max_tokens * self._max_token_length]
 
     async def render_chat(self, messages: list[dict[str, Any]], tools: Any = None, **variables: Any) -> str:
         """Apply the chat template, with the generation prompt; `tools` and `variables` are further variables of it."""
@@ -102,7 +107,9 @@ class AsyncTokenizer:
 
         def piece(token: int) -> str | list[int]:
             text, content = self.token(token)
-            return list(content) if INCOMPLETE in text else text
+            if INCOMPLETE in text:
+                return list(content)
+            return text or str(self.tokenizer.convert_ids_to_tokens(token)).replace(_SPACE, " ")
 
         return await self._run(len(tokens), lambda: [piece(token) for token in tokens])
 

@@ -72,6 +72,7 @@ _UNSUPPORTED = {
     "min_keep": _SAMPLING,
     "no_repeat_ngram_size": "use repetition_penalty",
     "negative_prompt": _SAMPLING,
+    "verbose": "answers have no details for debugging",
     "t_max_predict_ms": "there is no limit of time; use max_tokens",
 }
 
