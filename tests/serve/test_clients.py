@@ -228,3 +228,24 @@ def test_a_coding_agent_edits_a_file(tmp_path: Path) -> None:
             [aider, *options], env=environment, cwd=project, capture_output=True, text=True, timeout=300
         )
     assert result.returncode == 0 and (project / "calc.py").read_text() == edited, result.stdout + result.stderr
+
+
+def test_a_load_generator(server: Server, model_folder: Path, tmp_path: Path) -> None:
+    """vLLM's guidellm pins its packages too: SMELT_GUIDELLM names its executable."""
+    guidellm = os.environ.get("SMELT_GUIDELLM") or shutil.which("guidellm")
+    if guidellm is None:
+        pytest.skip("needs guidellm (pip install guidellm)")
+    options = (
+        *("--target", server.url, "--processor", str(model_folder), "--data", "prompt_tokens=32,output_tokens=8"),
+        *("--rate-type", "throughput", "--max-requests", "6", "--disable-progress"),
+        *("--output-path", str(tmp_path / "report.json")),
+    )
+    environment = {**os.environ, "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    result = subprocess.run(
+        [guidellm, "benchmark", *options], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    (benchmark,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
+    requests = benchmark["requests"]
+    assert len(requests["successful"]) == 6 and not requests["errored"] and not requests["incomplete"]
+    assert all(request["output_tokens"] == 8 for request in requests["successful"])
