@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 
@@ -69,6 +70,10 @@ connection.sendall(sys.argv[2].encode())
 while connection.recv(1000):
     pass
 """
+# oneDNN keeps a compiled primitive for each shape that an eager layer has had, up to 1,024: with a small cache, growth
+# is a leak and no warmup. Structured outputs are few for the same reason: the engine keeps the last 128 constraints.
+SMALL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
+NUM_CHOICES = 4
 Body = dict[str, Any]
 
 
@@ -126,7 +131,7 @@ class Traffic:
         return await send("/v1/chat/completions", {**self._chat_body(), **tools, "parallel_tool_calls": False})
 
     async def structured(self) -> str:
-        choices = [f"{word}-{self.random.randrange(400)}" for word in ("red", "green", "blue")]  # rarely the same
+        choices = [f"{word}-{self.random.randrange(NUM_CHOICES)}" for word in ("red", "green", "blue")]
         schema = {"type": "object", "properties": {"color": {"enum": choices}}, "required": ["color"]}
         fields = (
             {"json": {**schema, "additionalProperties": False}} if self.random.random() < 0.5 else {"choice": choices}
@@ -450,11 +455,12 @@ def run(options: argparse.Namespace, folder: Path) -> Soak:
     for seed, name in enumerate(ADAPTERS):
         write_adapter(folder / "adapters" / name, language_model(), seed)
     (folder / "keys").write_text(f"{ADMIN} admin=allow\n{USER}\n{LIMITED} rpm=60 tpm=5000\n")
-    server = start(
-        write_model(folder / NAME), folder, "--kv-cache-gib", "0.01", "--client-timeout", "5", "--max-num-seqs", "16",
-        "--max-restarts", "1000", "--api-key-file", str(folder / "keys"), "--allow-lora-updates",
-        "--lora-root", str(folder / "adapters"),
-    )  # fmt: skip
+    with patch.dict(os.environ, SMALL_CACHES):
+        server = start(
+            write_model(folder / NAME), folder, "--kv-cache-gib", "0.01", "--client-timeout", "5",
+            "--max-num-seqs", "16", "--max-restarts", "1000", "--api-key-file", str(folder / "keys"),
+            "--allow-lora-updates", "--lora-root", str(folder / "adapters"),
+        )  # fmt: skip
     try:
         soak = Soak(server, options)
         asyncio.run(soak.run())
