@@ -8,8 +8,9 @@ bad requests; some leave in the middle, some are processes that are killed. Mean
 and the engine's process is killed now and then, except in the last part of the run, in which its memory is measured.
 
 Every ten seconds, and whenever the clients pause until the server is idle, each process of the server is sampled:
-proportional set size (PSS), threads, open files. The run fails if KV cache blocks or admitted requests are left when
-idle, if threads or files grow, or if memory grows faster than `MAX_SLOPE` after the warmup.
+anonymous memory (pages of libraries are shared with other programs), threads, open files. The run fails if KV cache
+blocks or admitted requests are left when idle, if threads or files grow, or if memory grows faster than `MAX_SLOPE`
+after the warmup.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ IDLE_SECONDS = 6.0  # after which the connections that clients keep open are clo
 WARMUP_SHARE = 0.2  # of the time, after which growth counts
 QUIET_SHARE = 0.4  # of the time at the end, without a kill of the engine
 MAX_NEW_THREADS, MAX_NEW_FILES = 2, 4  # per process, idle, against the first idle sample after the warmup
-MAX_SLOPE = 0.25  # MiB per minute of PSS, idle, of each process
+MAX_SLOPE = 0.25  # MiB per minute, idle, of each process
 TOOL_SCHEMA = {
     "type": "object", "properties": {"color": {"enum": ["red", "blue"]}, "fast": {"type": "boolean"}},
     "required": ["color", "fast"], "additionalProperties": False,
@@ -317,18 +318,18 @@ def _role(pid: int, server: int, engine: int) -> str:
 
 def _process(pid: int) -> dict[str, float]:
     folder = Path(f"/proc/{pid}")
-    pss = re.search(r"^Pss:\s+(\d+)", (folder / "smaps_rollup").read_text(), re.MULTILINE)
+    pss = re.search(r"^Pss_Anon:\s+(\d+)", (folder / "smaps_rollup").read_text(), re.MULTILINE)
     status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
     assert pss is not None
     return {
-        "pss_mib": int(pss[1]) / 1024, "rss_mib": int(status["VmRSS"].split()[0]) / 1024,
+        "memory_mib": int(pss[1]) / 1024, "rss_mib": int(status["VmRSS"].split()[0]) / 1024,
         "threads": int(status["Threads"]), "files": sum(1 for _ in (folder / "fd").iterdir()),
     }  # fmt: skip
 
 
 def _line(sample: dict[str, Any]) -> str:
     processes = "; ".join(
-        f"{role} {each['pss_mib']:.1f} MiB, {each['threads']} threads, {each['files']} files"
+        f"{role} {each['memory_mib']:.1f} MiB, {each['threads']} threads, {each['files']} files"
         for role, each in sample["processes"].items()
     )
     return f"{sample['seconds']:6.0f} s, {sample['blocks_used']} blocks, {sample['restarts']} restarts: {processes}"
@@ -355,7 +356,7 @@ def summarize(soak: Soak) -> list[dict[str, Any]]:
     for role in idle[-1]["processes"]:
         start = starts.get(role, WARMUP_SHARE * total)
         samples = [sample for sample in idle if sample["seconds"] >= start and role in sample["processes"]] or idle[-1:]
-        points = [(sample["seconds"] / 60, sample["processes"][role]["pss_mib"]) for sample in samples]
+        points = [(sample["seconds"] / 60, sample["processes"][role]["memory_mib"]) for sample in samples]
         rows.append({
             "process": role, "first": samples[0]["processes"][role], "last": samples[-1]["processes"][role],
             "minutes": points[-1][0] - points[0][0], "samples": len(points), "slope_mib_per_minute": slope(points),
@@ -385,7 +386,7 @@ def text(soak: Soak, rows: list[dict[str, Any]], problems: list[str], name: str)
     options, last = soak.options, soak.samples[-1]
     cells = [
         [
-            row["process"], f"{row['first']['pss_mib']:.1f}", f"{row['last']['pss_mib']:.1f}",
+            row["process"], f"{row['first']['memory_mib']:.1f}", f"{row['last']['memory_mib']:.1f}",
             f"{row['slope_mib_per_minute']:+.3f} over {row['minutes']:.0f} min",
             *(f"{row['first'][name]} → {row['last'][name]}" for name in ("threads", "files")),
         ]
@@ -403,8 +404,8 @@ def text(soak: Soak, rows: list[dict[str, Any]], problems: list[str], name: str)
         + f"at most {busiest['blocks_used']:.0f} blocks ({busiest['kv_bytes_used'] / 2**20:.1f} MiB) were in use in a "
         "sample under load. Blocks that only the prefix cache remembers count as free.\n\n"
         + ("**Problems**: " + "; ".join(problems) + ".\n\n" if problems else "No leak was found.\n\n")
-        + "Idle, after the warmup; the engine's since the last time it was killed. Memory is the proportional set "
-        f"size, its slope that of the least-squares line; more than {MAX_SLOPE} MiB per minute fails.\n\n"
+        + "Idle, after the warmup; the engine's since the last time it was killed. Memory is anonymous memory, not "
+        f"that of libraries, its slope that of the least-squares line; more than {MAX_SLOPE} MiB per minute fails.\n\n"
         + table(["process", "MiB, first", "MiB, last", "MiB per minute", "threads", "open files"], cells)
         + f"\n\n![memory over time]({name}.svg)\n\n## Answers\n\n"
         + table(["client: outcome", "requests"], outcomes)
@@ -412,11 +413,11 @@ def text(soak: Soak, rows: list[dict[str, Any]], problems: list[str], name: str)
 
 
 def plot(soak: Soak) -> str:
-    """Draw the PSS of every process over time; circles are idle samples, dashed lines kills of the engine."""
+    """Draw the memory of every process over time; circles are idle samples, dashed lines kills of the engine."""
     width, height, left, top = 640, 260, 50, 20
     total = soak.samples[-1]["seconds"]
     roles = list(soak.samples[-1]["processes"])
-    most = 1.15 * max(each["pss_mib"] for sample in soak.samples for each in sample["processes"].values())
+    most = 1.15 * max(each["memory_mib"] for sample in soak.samples for each in sample["processes"].values())
 
     def x(seconds: float) -> float:
         return left + width * seconds / total
@@ -435,7 +436,9 @@ def plot(soak: Soak) -> str:
     parts += [f'<path d="M{x(kill):.1f} {top}v{height}" stroke="#bbb" stroke-dasharray="3 4"/>' for kill in soak.kills]
     for number, (role, color) in enumerate(zip(roles, ("#0b6fb0", "#d55e00", "#009e73", "#cc79a7"), strict=False)):
         samples = [sample for sample in soak.samples if role in sample["processes"]]
-        points = [(x(sample["seconds"]), y(sample["processes"][role]["pss_mib"]), sample["idle"]) for sample in samples]
+        points = [
+            (x(sample["seconds"]), y(sample["processes"][role]["memory_mib"]), sample["idle"]) for sample in samples
+        ]
         path = " ".join(f"{left:.1f},{top:.1f}" for left, top, _ in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>')
         parts += [
@@ -443,7 +446,7 @@ def plot(soak: Soak) -> str:
         ]
         parts.append(f'<path d="M{left + width + 14} {36 + 20 * number}h24" stroke="{color}" stroke-width="2"/>')
         parts.append(label.format(left + width + 44, 40 + 20 * number, "start", role))
-    parts.append(label.format(left + width + 14, 40 + 20 * len(roles), "start", "MiB of PSS; dashed: kills"))
+    parts.append(label.format(left + width + 14, 40 + 20 * len(roles), "start", "MiB; dashed: kills"))
     size = f'width="{left + width + 200}" height="{top + height + 46}"'
     background = '<rect width="100%" height="100%" fill="white"/>'
     style = 'font-family="sans-serif" font-size="12"'
