@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict
 
+from tests.serve.scripted_service import scripted_server, write_tokenizer
 from tests.serve.server_process import NAME, Server
 
 pytest.importorskip("llguidance")
@@ -190,3 +192,60 @@ def test_ollama(server: Server, stream: bool) -> None:
     assert 1 <= client.generate(NAME, "hi", options={"num_predict": 3}).eval_count <= 3
     with pytest.raises(ollama.ResponseError, match="no model of that name"):
         client.chat("other", HELLO)
+
+
+def test_a_coding_agent_edits_a_file(tmp_path: Path) -> None:
+    """aider pins many packages: SMELT_AIDER names the executable of an environment of its own."""
+    aider = os.environ.get("SMELT_AIDER") or shutil.which("aider")
+    if aider is None:
+        pytest.skip("needs aider (pip install aider-chat)")
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "calc.py").write_text("def add(a, b):\n    return a - b\n")
+    edited = "def add(a, b):\n    return a + b\n"
+    answer = f"Here is the corrected file.\n\ncalc.py\n```\n{edited}```\n"
+    options = (
+        *(
+            "--model",
+            f"openai/{NAME}",
+            "--edit-format",
+            "whole",
+            "--message",
+            "add must add",
+            "calc.py",
+            "--yes-always",
+        ),
+        *("--no-git", "--no-show-model-warnings", "--no-check-update", "--analytics-disable", "--no-pretty"),
+        *("--no-auto-lint", "--map-tokens", "0"),
+    )
+    folder = write_tokenizer(tmp_path / "model", "plain")
+    with scripted_server(folder, [answer, "add was corrected"]) as url:
+        environment = {
+            **os.environ, "HOME": str(tmp_path), "OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": "none",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": "",
+        }  # fmt: skip
+        result = subprocess.run(
+            [aider, *options], env=environment, cwd=project, capture_output=True, text=True, timeout=300
+        )
+    assert result.returncode == 0 and (project / "calc.py").read_text() == edited, result.stdout + result.stderr
+
+
+def test_a_load_generator(server: Server, model_folder: Path, tmp_path: Path) -> None:
+    """vLLM's guidellm pins its packages too: SMELT_GUIDELLM names its executable."""
+    guidellm = os.environ.get("SMELT_GUIDELLM") or shutil.which("guidellm")
+    if guidellm is None:
+        pytest.skip("needs guidellm (pip install guidellm)")
+    options = (
+        *("--target", server.url, "--processor", str(model_folder), "--data", "prompt_tokens=32,output_tokens=8"),
+        *("--rate-type", "throughput", "--max-requests", "6", "--disable-progress"),
+        *("--output-path", str(tmp_path / "report.json")),
+    )
+    environment = {**os.environ, "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    result = subprocess.run(
+        [guidellm, "benchmark", *options], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    (benchmark,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
+    requests = benchmark["requests"]
+    assert len(requests["successful"]) == 6 and not requests["errored"] and not requests["incomplete"]
+    assert all(request["output_tokens"] == 8 for request in requests["successful"])

@@ -115,3 +115,9 @@ def test_bad_words_are_not_written(server: Server) -> None:
         assert server.post("/v1/completions", {"prompt": "hello", "bad_words": wrong}).status_code == 400
     both = {"prompt": "hello", "bad_words": ["a"], "allowed_token_ids": [5]}
     assert server.post("/v1/completions", both).json()["error"]["param"] == "bad_words"
+
+
+def test_completions_know_the_newer_name_of_max_tokens(server: Server) -> None:
+    """guidellm sends both."""
+    for fields in ({"max_completion_tokens": 3}, {"max_tokens": 9, "max_completion_tokens": 3}):
+        assert server.complete("hello", ignore_eos=True, **fields)["usage"]["completion_tokens"] == 3

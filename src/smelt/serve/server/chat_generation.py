@@ -107,7 +107,7 @@ async def prepare_chat(service: Service, body: ChatRequest, key: bytes) -> ChatG
         raise ApiError(400, "top_logprobs requires logprobs to be true.", param="top_logprobs")
     tools = parse_tools(body, output_format)
     sampling = build_sampling_params(
-        body, max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        body, max_tokens=body.token_limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None, prompt_logprobs=body.prompt_logprobs,
         vocab_size=service.vocab_size,
     )  # fmt: skip

@@ -39,7 +39,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     inputs = _inputs(body)
     check_generation(service, body, len(inputs))
     sampling = build_sampling_params(
-        body, max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens, logprobs=body.logprobs,
+        body, max_tokens=DEFAULT_MAX_TOKENS if body.token_limit is None else body.token_limit, logprobs=body.logprobs,
         prompt_logprobs=max(counts) if (counts := _prompt_logprobs(body)) else None,
         vocab_size=service.vocab_size,
     )  # fmt: skip

@@ -60,6 +60,7 @@ class GenerationRequest(StrictModel):
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -101,6 +102,11 @@ class GenerationRequest(StrictModel):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     truncation_side: Literal["left", "right"] | None = None
     user: str | None = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens of an answer, by the newer or the older name of the field."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class CompletionRequest(GenerationRequest):
@@ -160,7 +166,6 @@ class NamedToolChoice(StrictModel):
 class ChatRequest(GenerationRequest):
     model_config = example(messages=[{"role": "user", "content": "Why is the sky blue?"}], max_tokens=64)
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
