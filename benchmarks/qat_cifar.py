@@ -152,7 +152,7 @@ def train_dense(model: Model, batch: dict[str, Tensor], options: argparse.Namesp
     device = torch.device(options.device)
     train, validation = Samples.from_batches([batch], device, augment=True, seed=0).split(0.05)
     config = TrainConfig(
-        model="dense", task="images", batch_size=BATCH_SIZE, steps=max(int(options.epochs * len(train) / BATCH_SIZE), 1),
+        model="dense", task="images", batch_size=BATCH_SIZE, steps=int(options.epochs * len(train)) // BATCH_SIZE + 1,
         optimizer=OptimizerConfig("sgd", lr=LR, momentum=0.9, weight_decay=WEIGHT_DECAY), schedule=ScheduleConfig(),
         gradients="none", evaluate=EvaluateConfig(samples=100_000), checkpoint=CheckpointConfig(every=None),
         device=device.type,
