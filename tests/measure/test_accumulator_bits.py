@@ -146,9 +146,10 @@ def test_the_curve_reaches_beyond_the_longest_sum() -> None:
 
 def test_the_default_length_fits_the_context() -> None:
     network = BUILDS["llama"]()
-    assert resolve_seq_len(network, None) == 128 and resolve_seq_len(network, 5) == 5
+    assert [resolve_seq_len(network, length) for length in (None, 5, 128)] == [128, 5, 128]
     network.config.max_position_embeddings = 4096
-    assert resolve_seq_len(network, None) == 512
+    for unlimited in (network, BUILDS["resnet"]()):
+        assert [resolve_seq_len(unlimited, length) for length in (None, 600)] == [512, 600]
 
 
 def test_bad_inputs() -> None:

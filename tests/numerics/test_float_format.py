@@ -18,6 +18,7 @@ from smelt.numerics.float_format import (
     FP8_E5M2,
     FP8_E5M2_IBM,
     FloatFormat,
+    Rounding,
 )
 
 SMALL = [
@@ -73,6 +74,20 @@ def test_equal_to_the_types_of_torch(float_format: FloatFormat, dtype: torch.dty
 def test_equal_to_the_element_tables(float_format: FloatFormat, elements: object) -> None:
     x = torch.randn(5000) * torch.exp(4 * torch.randn(5000))
     assert torch.equal(float_format.round(x), elements.decode(elements.encode(x)))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("float_format", [*SMALL, FLOAT16, BFLOAT16, DLFLOAT16, FloatFormat(2, 1, bias=-30)], ids=str)
+@pytest.mark.parametrize("rounding", ["nearest", "truncate", "stochastic"])
+def test_float32_is_rounded_like_float64(float_format: FloatFormat, rounding: Rounding) -> None:
+    x = torch.randn(5000) * torch.exp(12 * torch.randn(5000))
+    x = torch.cat([x, torch.tensor([0.0, -0.0, 1e-45, 3.4e38, math.inf, -math.inf]), torch.nextafter(x, x + 1)])
+    uniform = torch.rand(x.shape) if rounding == "stochastic" else None
+    for saturate in (True, False):
+        wide = None if uniform is None else uniform.double()
+        expected = float_format.round(x.double(), rounding, saturate=saturate, uniform=wide).float()
+        actual = float_format.round(x, rounding, saturate=saturate, uniform=uniform)
+        assert torch.equal(actual.isnan(), expected.isnan())
+        assert torch.equal(actual.nan_to_num(1.0).view(torch.int32), expected.nan_to_num(1.0).view(torch.int32))
 
 
 def test_ranges() -> None:

@@ -1,4 +1,4 @@
-"""Floating-point formats with any number of exponent and mantissa bits, emulated in float64 (hence exact).
+"""Floating-point formats with any number of exponent and mantissa bits, emulated exactly in float32 or float64.
 
 A format is the grid of its values; `round` maps real numbers to it: to nearest with ties to even, stochastically, or by
 truncation. `smelt.numerics.elements` tabulates the 8-bit ones and smaller.
@@ -19,7 +19,8 @@ from smelt.errors import FormatError
 Rounding = Literal["nearest", "stochastic", "truncate"]
 ROUNDINGS: tuple[Rounding, ...] = ("nearest", "stochastic", "truncate")
 SpecialCodes = Literal["none", "nan", "ieee"]
-_MANTISSA, _BIAS = 52, 1023  # of float64
+# The float types in which values are rounded: the integer type of their bits, mantissa bits and bias.
+_LAYOUTS = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}
 
 
 @dataclass(frozen=True)
@@ -106,15 +107,19 @@ class FloatFormat:
         drawn with `generator` if not given.
         """
         check_rounding(rounding)
+        fits_float32 = -126 <= self.min_exponent - self.mantissa_bits <= 0  # so do all steps and scaled values
+        values = x.float() if fits_float32 and x.dtype != torch.float64 else x.double()
         if rounding == "stochastic" and uniform is None:
-            uniform = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float64)
-        rounded = self._round(x.double(), rounding, saturate, uniform)
+            uniform = torch.rand(x.shape, generator=generator, device=x.device, dtype=values.dtype)
+        rounded = self._round(values, rounding, saturate, uniform)
         return rounded if x.dtype == torch.float64 else rounded.float()
 
     def _round(self, x: Tensor, rounding: Rounding, saturate: bool, uniform: Tensor | None) -> Tensor:
         magnitude = x.abs()
-        exponent = (magnitude.view(torch.int64) >> _MANTISSA) - _BIAS
-        step = _power_of_two(exponent.clamp(self.min_exponent, _BIAS) - self.mantissa_bits)
+        integers, mantissa, bias = _LAYOUTS[x.dtype]
+        exponent = (magnitude.view(integers) >> mantissa) - bias  # of zero and subnormals -bias, of infinity bias + 1
+        power = exponent.clamp(self.min_exponent, bias) - self.mantissa_bits
+        step = ((power + bias) << mantissa).view(x.dtype)  # 2^power, exactly: not every device computes powers so
         steps = magnitude / step  # exact: the divisor is a power of two
         if uniform is not None:
             low = steps.floor()
@@ -131,7 +136,7 @@ class FloatFormat:
         if rounding == "truncate":
             return torch.zeros_like(magnitude)
         threshold = 0.5 if uniform is None else uniform
-        return torch.where(magnitude > threshold * self.min_positive, self.min_positive, 0.0).double()
+        return torch.where(magnitude > threshold * self.min_positive, self.min_positive, 0.0).to(magnitude.dtype)
 
     def _overflow(self, magnitude: Tensor, rounding: Rounding, saturate: bool) -> Tensor:
         value = torch.full_like(magnitude, self.max_value if saturate else self.overflow_value)
@@ -143,11 +148,6 @@ class FloatFormat:
 def check_rounding(rounding: str) -> None:
     if rounding not in ROUNDINGS:
         raise FormatError(f"there is no rounding {rounding!r}; use {', '.join(ROUNDINGS[:-1])} or {ROUNDINGS[-1]}.")
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2^exponent in float64, exactly, from int64 [-1022, 1023]."""
-    return ((exponent + _BIAS) << _MANTISSA).view(torch.float64)
 
 
 FP8_E4M3 = FloatFormat(4, 3, special="nan")  # OCP, to 448
