@@ -110,7 +110,7 @@ def _shapes(model: str, seq_len: int | None, image_size: int | None, device: str
     network = skeleton(model)
     seq_len = resolve_seq_len(network, seq_len)
     inputs = example_inputs(network, seq_len=seq_len, image_size=image_size)
-    sample = f"sequences of {seq_len} tokens"
+    sample = f"sequences of {seq_len} tokens" if "input_ids" in inputs else "recordings"
     if "pixel_values" in inputs:
         sample = f"images of {inputs['pixel_values'].shape[-1]} pixels"
     try:
