@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from smelt.report.accumulator_bits import layer_rows, render_accumulator_bits
@@ -57,6 +58,25 @@ def test_images(tmp_path: Path, smelt_here: Smelt) -> None:
     assert done.code == 0, done.err
     assert "batches of 128 images of 32 pixels" in done.out.replace("\n", " ")
     assert "32768" in done.out  # 128 * 16 * 16 in the first convolution
+
+
+def test_images_as_data(tmp_path: Path, smelt_here: Smelt) -> None:
+    image = pytest.importorskip("PIL.Image", reason="pillow is not installed")
+    BUILDS["resnet"]().save_pretrained(tmp_path / "resnet")
+    values = {"do_resize": True, "size": {"height": 32, "width": 32}, "image_mean": [0.5], "image_std": [0.5]}
+    (tmp_path / "resnet" / "preprocessor_config.json").write_text(json.dumps(values))
+    for index in range(6):
+        (tmp_path / "images" / "ab"[index % 2]).mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(index).integers(0, 256, (32, 32, 3)).astype(np.uint8)
+        image.fromarray(pixels).save(tmp_path / "images" / "ab"[index % 2] / f"{index}.png")
+    call = ("accumulator-bits", str(tmp_path / "resnet"), "--data", str(tmp_path / "images"))
+    done = smelt_here(*call, "--json", str(tmp_path / "bits.json"))
+    assert done.code == 0, done.err
+    layers = json.loads((tmp_path / "bits.json").read_text())["layers"]
+    assert [gemm["name"] for gemm in layers[0]["gemms"]] == ["forward", "gradient"]
+    assert layers[0]["gemms"][1]["length"] == 32 * 16 * 16
+    assert all(gemm["nonzero_ratio"] is not None for layer in layers for gemm in layer["gemms"])
+    smelt_here(*call, "--samples", "1").refused("need at least two samples per batch")
 
 
 def test_equal_layers_are_one_row_and_names_are_escaped() -> None:

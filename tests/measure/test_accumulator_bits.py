@@ -83,7 +83,8 @@ def test_experts_are_counted_by_their_tokens(tmp_path: Path) -> None:
 
 
 def nonzero_by_definition(network: Any, module: nn.Module, batch: dict[str, Tensor]) -> tuple[float, float, float]:
-    """Count products that are not zero, term by term, in the three GEMMs of a layer."""
+    """Count products that are not zero, term by term, in the three GEMMs of a layer. Batch norms are in training."""
+    network.train(isinstance(module, nn.Conv2d))
     seen: dict[str, Tensor] = {}
     module.register_forward_hook(lambda _, args, output: seen.update(x=args[0].detach()))
     module.register_full_backward_hook(lambda _, __, gradients: seen.update(g=gradients[0].detach()))
@@ -116,6 +117,7 @@ def test_nonzero_ratios_are_those_of_the_products(name: str, path: str) -> None:
     assert ratios["backward"] == pytest.approx(backward, abs=1e-6)
     assert ratios["gradient"] == pytest.approx(gradient, abs=1e-6)
     assert path.endswith("fc1") or min(forward, backward, gradient) < 1
+    assert path != "resnet.encoder.stages.1.layers.1.layer.1.convolution" or backward == 1.0  # not behind a ReLU
     predicted = {gemm.name: gemm for each in accumulator_bits([layer], batch_size=10**5) for gemm in each.gemms}
     gemm = predicted["gradient"]
     assert gemm.bits == min_accumulator_bits(5, gemm.length, nonzero_ratio=ratios["gradient"])
@@ -128,6 +130,12 @@ def test_without_labels_only_inputs_are_measured() -> None:
 
 
 def test_the_network_is_left_as_it_was() -> None:
+    resnet = BUILDS["resnet"]()
+    before = {name: tensor.clone() for name, tensor in resnet.state_dict().items()}
+    layer_statistics(resnet, [labeled("resnet")])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in resnet.state_dict().items())
+    assert all(module.track_running_stats for module in resnet.modules() if isinstance(module, nn.BatchNorm2d))
+    assert not any(module.training for module in resnet.modules())
     network = BUILDS["bert"]().train()
     layer_statistics(network, [labeled("bert")])
     assert network.training and all(parameter.requires_grad for parameter in network.parameters())
@@ -160,6 +168,8 @@ def test_bad_inputs() -> None:
         example_inputs(BUILDS["vit"](), seq_len=1, image_size=64)
     with pytest.raises(ConfigError, match="a batch has at least one sample, not 0"):
         accumulator_bits([], batch_size=0)
+    with pytest.raises(DataError, match="need at least two samples per batch"):
+        layer_statistics(BUILDS["resnet"](), [{name: tensor[:1] for name, tensor in labeled("resnet").items()}])
     with torch.no_grad():
         network.lm_head.weight.fill_(float("nan"))
     with pytest.raises(DataError, match="the loss on the data is not a finite number"):

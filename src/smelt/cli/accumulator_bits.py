@@ -133,7 +133,8 @@ def _measured(
 
     outline = Model(skeleton(model), source=model)
     seq_len = resolve_seq_len(outline.network, seq_len)
-    settings = CalibrationSettings(source=source, samples=samples, seq_len=seq_len, batch_size=1, **columns)
+    batch_size = samples if outline.task == "images" else 1  # batch norms need several images, long texts memory
+    settings = CalibrationSettings(source=source, samples=samples, seq_len=seq_len, batch_size=batch_size, **columns)
     data = load_calibration_data(settings, outline)
     with progress_bars() as progress:
         loaded = load(model, device=device)

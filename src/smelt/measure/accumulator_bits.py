@@ -167,7 +167,12 @@ def layer_shapes(network: PreTrainedModel, inputs: Batch) -> list[LayerStatistic
 def layer_statistics(
     network: PreTrainedModel, batches: Sequence[Batch], progress: Progress | None = None
 ) -> list[LayerStatistics]:
-    """Measure nonzero inputs of all layers on real batches, and nonzero gradients if the batches have labels."""
+    """Measure nonzero inputs of all layers on real batches, and nonzero gradients if the batches have labels.
+
+    Batch norms take the statistics of the batch, as in training: otherwise the zeros of a ReLU's gradient would pass.
+    """
+    if _batch_norms(network) and any(len(next(iter(batch.values()))) < 2 for batch in batches):
+        raise DataError("the batch norms of this model need at least two samples per batch; give more samples.")
     progress = progress or NullProgress()
     device = next(network.parameters()).device
     with _observed(network, measure=True) as observer:
@@ -237,7 +242,7 @@ class _Observer:
 
 @contextmanager
 def _observed(network: PreTrainedModel, *, measure: bool) -> Iterator[_Observer]:
-    """Register the hooks, freeze the weights and disable dropout inside the context."""
+    """Register the hooks, freeze the weights, disable dropout and keep running statistics inside the context."""
     observer = _Observer(network, measure)
     handles = []
     for name, module in network.named_modules():
@@ -251,14 +256,27 @@ def _observed(network: PreTrainedModel, *, measure: bool) -> Iterator[_Observer]
     for parameter in trainable:
         parameter.requires_grad_(False)
     network.eval()
+    norms = _batch_norms(network) if measure else []
+    for norm in norms:
+        norm.training, norm.track_running_stats = True, False
     try:
         yield observer
     finally:
+        for norm in norms:
+            norm.track_running_stats = True
         network.train(training)
         for parameter in trainable:
             parameter.requires_grad_(True)
         for handle in handles:
             handle.remove()
+
+
+def _batch_norms(network: nn.Module) -> list[Any]:
+    return [
+        module
+        for module in network.modules()
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) and module.track_running_stats
+    ]
 
 
 def _is_gemm(module: nn.Module) -> bool:
