@@ -51,12 +51,19 @@ GROUPS = {
         "train": "Train a model with compressed gradients, on local workers or under torchrun.",
         "train-report": "Draw training runs as an HTML page: loss against time and bytes, traffic, time per phase.",
         "link": "Measure latency and bandwidth between ranks, and predict what each compressor gains.",
+        "accumulator-bits": "Predict how many accumulator bits each GEMM of a model needs in training (VRR).",
         "shard-plan": "Plan FSDP2 sharding of a model: the step timeline, predicted and measured.",
     },
 }
 COMMANDS = {name: summary for commands in GROUPS.values() for name, summary in commands.items()}
 # Commands whose name is not a valid module name.
-_MODULES = {"eval": "evaluate", "load-test": "load_test", "shard-plan": "shard_plan", "train-report": "train_report"}
+_MODULES = {
+    "accumulator-bits": "accumulator_bits",
+    "eval": "evaluate",
+    "load-test": "load_test",
+    "shard-plan": "shard_plan",
+    "train-report": "train_report",
+}
 
 # Per command: flags of the previous version and their names now. They work for one version, with a warning.
 RENAMED_FLAGS: dict[str, dict[str, str]] = {

@@ -15,6 +15,8 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
+from smelt.numerics.float_format import FP8_E4M3, FP8_E5M2, FloatFormat
+
 NAN = float("nan")
 
 
@@ -83,19 +85,11 @@ def _search_tables(elements: ElementType, device: torch.device) -> tuple[Tensor,
     return torch.where(rounds_down, above, boundary).to(device), codes.to(device)
 
 
-def minifloat(name: str, exponent: int, mantissa: int, bias: int, special: str = "none") -> ElementType:
-    """Return a small IEEE-like float. `special`: none (all codes finite), nan (all ones is NaN), ieee (inf and NaN)."""
-    top = (1 << exponent) - 1
-    values = []
-    for code in range(1 << (exponent + mantissa)):
-        power, fraction = code >> mantissa, code & ((1 << mantissa) - 1)
-        if (special == "ieee" and power == top) or (special == "nan" and code == (1 << (exponent + mantissa)) - 1):
-            values.append(NAN)
-        elif power == 0:
-            values.append(fraction * 2.0 ** (1 - bias - mantissa))
-        else:
-            values.append((1 + fraction / (1 << mantissa)) * 2.0 ** (power - bias))
-    return ElementType(name, 1 + exponent + mantissa, tuple(values) + tuple(-value for value in values))
+def minifloat(name: str, float_format: FloatFormat) -> ElementType:
+    """Return the table of a small float: positive codes, then negative ones."""
+    magnitude_bits = float_format.exponent_bits + float_format.mantissa_bits
+    values = tuple(float_format.value(code) for code in range(1 << magnitude_bits))
+    return ElementType(name, 1 + magnitude_bits, values + tuple(-value for value in values))
 
 
 def mx_integers(bits: int) -> ElementType:
@@ -123,9 +117,9 @@ def normal_floats(bits: int) -> ElementType:
     return ElementType(f"nf{bits}", bits, tuple(sorted(value / max_value for value in [*positive, 0.0, *negative])))
 
 
-E2M1 = minifloat("e2m1", 2, 1, 1)
-E2M3 = minifloat("e2m3", 2, 3, 1)
-E3M2 = minifloat("e3m2", 3, 2, 3)
-E4M3 = minifloat("e4m3", 4, 3, 7, special="nan")
-E5M2 = minifloat("e5m2", 5, 2, 15, special="ieee")
+E2M1 = minifloat("e2m1", FloatFormat(2, 1, special="none"))
+E2M3 = minifloat("e2m3", FloatFormat(2, 3, special="none"))
+E3M2 = minifloat("e3m2", FloatFormat(3, 2, special="none"))
+E4M3 = minifloat("e4m3", FP8_E4M3)
+E5M2 = minifloat("e5m2", FP8_E5M2)
 TERNARY = ElementType("ternary", 2, (-1.0, 0.0, 1.0, NAN))

@@ -133,6 +133,16 @@ class Series:
 
 
 @dataclass(frozen=True)
+class Labeled:
+    """A point with its name; hollow: for reference."""
+
+    name: str
+    x: float
+    y: float
+    hollow: bool = False
+
+
+@dataclass(frozen=True)
 class Scale:
     """An axis range with its title, linear or logarithmic, and how its ticks are formatted."""
 
@@ -181,8 +191,8 @@ def downsample(points: Sequence[Point]) -> tuple[list[Point], int]:
     return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups], stride
 
 
-def lines(title: str, series: Sequence[Series], x: Scale, y: Scale) -> Markup:
-    """Draw a line through the points of each series."""
+def lines(title: str, series: Sequence[Series], x: Scale, y: Scale, dots: Sequence[Sequence[Labeled]] = ()) -> Markup:
+    """Draw a line through the points of each series; `dots` adds named points in its color, too."""
     polylines = [
         tag(
             "polyline",
@@ -201,17 +211,19 @@ def lines(title: str, series: Sequence[Series], x: Scale, y: Scale) -> Markup:
         width="100%",
         height=_LINES_HEIGHT,
     )
-    return _frame(title, x, y, box, _LINES_HEIGHT)
-
-
-@dataclass(frozen=True)
-class Labeled:
-    """A point with its name; hollow: for reference."""
-
-    name: str
-    x: float
-    y: float
-    hollow: bool = False
+    circles = [
+        tag(
+            "circle",
+            tag("title", dot.name),
+            cx=_percent(x.position(dot.x)),
+            cy=f"{_LINES_HEIGHT * (1 - y.position(dot.y)):.1f}",
+            r=4,
+            class_=f"spot run{number % STYLES}",
+        )
+        for number, each in enumerate(dots)
+        for dot in each
+    ]
+    return _frame(title, x, y, join(box, *circles), _LINES_HEIGHT)
 
 
 def scatter(points: Sequence[Labeled], x: Scale, y: Scale) -> Markup:

@@ -84,6 +84,7 @@ svg .point-name { fill: var(--ink); font-size: 13px; }
 .run1 { stroke: #d55e00; stroke-dasharray: 7 3; } .run2 { stroke: #009e73; stroke-dasharray: 2 3; }
 .run3 { stroke: #cc79a7; stroke-dasharray: 9 3 2 3; } .run4 { stroke: #b08900; stroke-dasharray: 4 4; }
 .run5 { stroke: var(--grey); }
+.spot.run1 { fill: #d55e00; stroke: none; }
 .part0 { fill: var(--grey); background: var(--grey); } .part1 { fill: #56b4e9; background: #56b4e9; }
 .part2 { fill: #0b6fb0; background: #0b6fb0; } .part3 { fill: #d55e00; background: #d55e00; }
 .part4 { fill: #009e73; background: #009e73; }

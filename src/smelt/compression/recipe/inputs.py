@@ -65,8 +65,14 @@ def check_data(recipe: Recipe, skeleton: Model) -> Data | None:
 
 
 def usable_data(recipe: Recipe, model: Model) -> CalibrationData:
-    """Load the calibration data and check that the model, which may have no weights, can use it."""
-    settings = recipe.data
+    """Load the calibration data and check that the model and its loss can be used by the steps."""
+    data = load_calibration_data(recipe.data, model)
+    _check_loss(recipe, model)
+    return data
+
+
+def load_calibration_data(settings: CalibrationSettings, model: Model) -> CalibrationData:
+    """Load the data that settings name and check that the model, which may have no weights, can use it."""
     data = _read(settings, model, "calibration")
     if isinstance(data, MultipleChoiceData):
         raise DataError(f"{settings.source} holds multiple-choice rows, which calibration cannot use; give text.")
@@ -75,7 +81,6 @@ def usable_data(recipe: Recipe, model: Model) -> CalibrationData:
             f"{settings.source} holds recordings, which calibration cannot use yet; use --eval-data and rtn."
         )
     _check_data_type(model, data, settings.source)
-    _check_loss(recipe, model)
     if isinstance(data, LabeledData) and model.task == "classification":
         return _labels_for_loss(model, data)
     if isinstance(data, LabeledImages) and data.labels is not None:
