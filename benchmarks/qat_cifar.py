@@ -184,10 +184,12 @@ def text(rows: list[Row], options: argparse.Namespace) -> str:
             f"{alphas[0][0][1]:.2f} to {alphas[0][-1][1]:.2f}" if alphas else "",
         ])  # fmt: skip
     headings = ["bits", "method", "accuracy, %", "by seed", "against float", "packed differs by", "mean alpha"]
+    total = 1 + len(options.seeds) * sum(len(GRID[bits]) for bits in options.bits)
+    missing = "" if len(rows) == total else f" {len(rows)} of {total} rows: the run was cut off."
     return (
         f"# QAT of ResNet-20 on CIFAR-10 (JPEG copies)\n\nFloat: {100 * dense['accuracy']:.2f} % after training on the "
         f"copies, {100 * dense['published_accuracy']:.2f} % before. {options.epochs:g} epochs of {options.images:,} "
-        f"images, batch {BATCH_SIZE}, SGD with lr {LR} and a cosine.\n\n" + table(headings, cells)
+        f"images, batch {BATCH_SIZE}, SGD with lr {LR} and a cosine.{missing}\n\n" + table(headings, cells)
     )
 
 
