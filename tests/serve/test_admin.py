@@ -65,6 +65,8 @@ def test_adapters_come_and_go(changeable: tuple[Server, Path]) -> None:
 
     worker = server.state()["worker"]
     os.kill(worker, signal.SIGKILL)
+    server.wait_until(lambda state: state["unhealthy_reason"])
+    assert load(server, "c", "poet") == unload(server, "a") == 503, "there is no engine"
     server.wait_until(lambda state: state["worker"] != worker and not state["unhealthy_reason"])
     assert (text(server, "a"), text(server, "b"), text(server, NAME)) == (poet, clerk, base), "the new engine has them"
 

@@ -108,7 +108,9 @@ class EngineSupervisor(Supervisor):
                 raise ApiError(400, "an adapter of that name is served already; unload it first.", param="lora_name")
             try:
                 await self.client.load_adapter(name, folder)
-            except (RequestError, WorkerDiedError):
+            except WorkerDiedError as error:
+                raise _engine_down(error) from error
+            except RequestError:
                 raise
             except SmeltError as error:
                 raise ApiError(400, str(error), param="lora_path") from error
@@ -127,7 +129,7 @@ class EngineSupervisor(Supervisor):
             except SmeltError as error:
                 self._publish(before, self._asleep)
                 if isinstance(error, WorkerDiedError):
-                    raise
+                    raise _engine_down(error) from error
                 raise ApiError(409, str(error), param="lora_name", code="adapter_in_use") from error
 
     async def sleep(self) -> None:
@@ -195,3 +197,7 @@ class EngineSupervisor(Supervisor):
         except SmeltError as error:
             logger.error("the engine could not be restarted: %s", error)
             self.client.lost.set()
+
+
+def _engine_down(error: WorkerDiedError) -> ApiError:
+    return ApiError(503, str(error), code="engine_down", headers={"retry-after": "5"})
