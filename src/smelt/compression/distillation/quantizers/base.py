@@ -17,6 +17,7 @@ from torch import Tensor
 
 from smelt.compression.base import within
 from smelt.errors import RecipeError
+from smelt.numerics.catalog import get_format
 from smelt.numerics.format import Format, QuantizedTensor, QuantParams
 from smelt.numerics.gradient import straight_through
 from smelt.registry import Registry
@@ -111,14 +112,19 @@ class ActivationQuantizer(TrainingQuantizer):
 
     trainable: ClassVar[bool] = True  # whether what `init` returns is learned
     bits: int
+    signed: bool  # false: for inputs that are the output of a ReLU
 
     @classmethod
     def registry(cls) -> Registry[ActivationQuantizer]:
         return ACTIVATION_QUANTIZERS
 
-    @abstractmethod
     def format(self, bits: int) -> Format:
-        """The format of packed layers' inputs, with so many bits."""
+        """Return the format of packed layers' inputs, with so many bits."""
+        return get_format(f"{'int' if self.signed else 'uint'}{bits}/tensor")
+
+    def levels(self, bits: int) -> tuple[int, int]:
+        """Return the smallest and the largest level in steps; integers have one more level below zero than above."""
+        return (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if self.signed else (0, 2**bits - 1)
 
     @abstractmethod
     def init(self, x: Tensor) -> Learned:

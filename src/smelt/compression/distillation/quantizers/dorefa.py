@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from smelt.compression.distillation.quantizers.base import (
     WeightQuantizer,
     check_bits,
 )
-from smelt.numerics.catalog import get_format
 from smelt.numerics.format import PER_TENSOR, Format, QuantParams
 from smelt.numerics.gradient import straight_through
 from smelt.numerics.integer import Integer
@@ -54,13 +54,11 @@ class Dorefa(WeightQuantizer):
 class DorefaActivations(ActivationQuantizer):
     """Clip activations to [0, 1]; nothing is learned."""
 
+    signed: ClassVar[bool] = False  # type: ignore[misc]
     bits: int = 2
 
     def __post_init__(self) -> None:
         check_bits("dorefa", self.bits)
-
-    def format(self, bits: int) -> Format:
-        return get_format(f"uint{bits}/tensor")
 
     def init(self, x: Tensor) -> Learned:
         return {}

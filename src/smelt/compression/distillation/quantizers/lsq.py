@@ -80,12 +80,6 @@ class LsqActivations(ActivationQuantizer):
     def __post_init__(self) -> None:
         check_bits("lsq", self.bits)
 
-    def format(self, bits: int) -> Format:
-        return get_format(f"int{bits}/tensor" if self.signed else f"uint{bits}/tensor")
-
-    def levels(self, bits: int) -> tuple[int, int]:
-        return (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if self.signed else (0, 2**bits - 1)
-
     def init(self, x: Tensor) -> Learned:
         scale = 2 * x.detach().float().abs().mean() / math.sqrt(self.levels(self.bits)[1])
         return {"scale": scale.clamp(min=1e-6)}

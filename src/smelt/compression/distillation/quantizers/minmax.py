@@ -56,16 +56,13 @@ class MinMaxActivations(ActivationQuantizer):
     def __post_init__(self) -> None:
         check_bits("minmax", self.bits)
 
-    def format(self, bits: int) -> Format:
-        return get_format(f"int{bits}/tensor" if self.signed else f"uint{bits}/tensor")
-
     def init(self, x: Tensor) -> Learned:
         return {"amax": x.detach().abs().amax().float().clamp(min=1e-6)}
 
     def scale(self, bits: int, learned: Learned) -> Tensor:
-        return learned["amax"].detach() / (2 ** (bits - 1) - 1 if self.signed else 2**bits - 1)
+        return learned["amax"].detach() / self.levels(bits)[1]
 
     def fake_quantize(self, x: Tensor, bits: int, learned: Learned) -> Tensor:
         scale = self.scale(bits, learned)
-        low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if self.signed else (0, 2**bits - 1)
+        low, high = self.levels(bits)
         return straight_through(x.clamp(low * scale, high * scale), (x / scale).round().clamp(low, high) * scale)

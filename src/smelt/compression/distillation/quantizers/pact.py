@@ -16,8 +16,6 @@ from smelt.compression.distillation.quantizers.base import (
     round_through,
 )
 from smelt.errors import DataError
-from smelt.numerics.catalog import get_format
-from smelt.numerics.format import Format
 from smelt.numerics.gradient import straight_through
 
 GRADIENTS = ("pact", "cg", "plus")
@@ -44,29 +42,21 @@ class Pact(ActivationQuantizer):
         within("pact", "penalty_weight", self.penalty_weight, 0.0, 1.0)
         one_of("pact", "gradient", self.gradient, GRADIENTS)
 
-    def format(self, bits: int) -> Format:
-        return get_format(f"int{bits}/tensor" if self.signed else f"uint{bits}/tensor")
-
     def init(self, x: Tensor) -> Learned:
         return {"alpha": torch.tensor(self.alpha, device=x.device)}
 
-    def num_steps(self, bits: int) -> int:
-        """Return the number of steps from zero to alpha."""
-        return 2 ** (bits - 1) - 1 if self.signed else 2**bits - 1
-
     def scale(self, bits: int, learned: Learned) -> Tensor:
-        return learned["alpha"] / self.num_steps(bits)
+        return learned["alpha"] / self.levels(bits)[1]
 
     def fake_quantize(self, x: Tensor, bits: int, learned: Learned) -> Tensor:
-        alpha, steps = learned["alpha"], self.num_steps(bits)
-        scale = self.scale(bits, learned)
-        low = -steps - 1 if self.signed else 0  # integers have one more level below zero
+        alpha, scale = learned["alpha"], self.scale(bits, learned)
+        low, high = self.levels(bits)
         if self.gradient == "plus":
-            return round_through((x / scale).clamp(low, steps)) * scale
+            return round_through((x / scale).clamp(low, high)) * scale
         if self.gradient == "cg":
-            return round_through((x / scale.detach()).clamp(low, steps)) * scale
+            return round_through((x / scale.detach()).clamp(low, high)) * scale
         clipped = torch.where(x >= alpha, alpha, torch.where(x <= low * scale, low * scale, x))
-        return straight_through(clipped, (x / scale).round().clamp(low, steps) * scale)
+        return straight_through(clipped, (x / scale).round().clamp(low, high) * scale)
 
     def penalty(self, learned: Learned) -> Tensor | float:
         return self.penalty_weight * learned["alpha"] ** 2
