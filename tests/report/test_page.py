@@ -225,6 +225,17 @@ def test_facts_of_a_step_are_said_in_words(run: dict[str, Any]) -> None:
     ]
 
 
+def test_curves_of_a_step_that_trains_are_drawn(run: dict[str, Any]) -> None:
+    assert "Training" not in render(run)
+    run["steps"][0]["facts"] = {"loss_curve": [[1, 4.0], [2, 1.0]], "mean_alpha_curve": [[1, 10.0]], "final_loss": 1.0}
+    page = Page(render(run))
+    name = run["steps"][0]["name"]
+    assert f"loss of {name}" in page.text and f"mean alpha of {name}" in page.text and "training step" in page.text
+    assert "loss curve" not in page.text and "final loss: 1" in page.text
+    lines = [attributes["points"] for tag, attributes in page.elements if tag == "polyline"]
+    assert any(points is not None and len(points.split()) == 2 for points in lines)
+
+
 def test_predictions_of_a_classifier_are_shown(run: dict[str, Any]) -> None:
     run["predictions"] = [{"text": "<fine> film", "label": "positive", "before": "positive", "after": "negative"}]
     del run["samples"]

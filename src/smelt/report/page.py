@@ -14,7 +14,7 @@ from smelt.report.markup import Markup, join, tag
 from smelt.report.quality import quality
 from smelt.report.rows import opens_in_sentence, short_path
 from smelt.report.speed import speed
-from smelt.report.steps import steps
+from smelt.report.steps import steps, training
 from smelt.report.style import CSS
 from smelt.report.summary import figures, verdict
 
@@ -37,6 +37,7 @@ def render(run: Mapping[str, Any]) -> str:
         precision(run),
         undercalibrated_experts(run),
         steps(run),
+        training(run),
         sections.recipe(run),
         sections.passport(run),
         sections.machine(run),

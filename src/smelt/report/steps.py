@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from smelt.report import numbers
+from smelt.report import numbers, plots
 from smelt.report.markup import Markup, section, table, tag
 from smelt.report.rows import Run
 
@@ -22,6 +22,7 @@ _LABELS = {
     "calibration_length": "mean tokens per calibration sample",
 }
 _FORMATS: dict[str, Callable[[float], str]] = {"bytes": numbers.size, "parameters_added": numbers.count}
+_CURVE = "_curve"  # ends the name of a fact that is drawn
 _IN_TABLE = {"block_parameters_before"}  # shown elsewhere on the page
 
 
@@ -51,12 +52,24 @@ def _step(step: Run) -> tuple[object, ...]:
     )
 
 
+def training(run: Run) -> Markup | None:
+    """Draw what the steps that train have recorded, such as `loss_curve`: pairs of training step and value."""
+    graphs = []
+    for step in run.get("steps") or []:
+        for key, points in (step.get("facts") or {}).items():
+            if key.endswith(_CURVE) and points:
+                name = _label(key.removesuffix(_CURVE))
+                x, y = plots.Axis("training step", points[-1][0]), plots.Axis(name, max(value for _, value in points))
+                graphs.append(plots.curve(f"{name} of {step.get('name', '')}", points, x, y))
+    return section("Training", tag("div", *graphs, class_="graphs")) if graphs else None
+
+
 def fact_texts(facts: Run) -> list[str]:
     """Say each fact of a step; what was measured before and after is one fact, `weight bytes: 538 MB → 155 MB`."""
     texts = []
     for key, value in facts.items():
         name, _, when = str(key).rpartition("_")
-        if key in _IN_TABLE or value is False or value is None or value == []:
+        if key in _IN_TABLE or key.endswith(_CURVE) or value is False or value is None or value == []:
             continue
         if when in ("before", "after") and {f"{name}_before", f"{name}_after"} <= facts.keys():
             pair = [_value(name, facts[f"{name}_{side}"]) for side in ("before", "after")]
