@@ -188,7 +188,7 @@ class QuantizationAwareTraining(Method):
         folder = (context.folder or Path.cwd()) / f"{self.name}-training"
         with warnings.catch_warnings(), process_group(device):
             warnings.filterwarnings("ignore", "Grad strides do not match")  # of 1x1 convolutions in DDP: harmless
-            trainer = Trainer(config, folder, device, resume=True, resplit=False, task=task)
+            trainer = Trainer(config, folder, device, resume=folder.exists(), resplit=False, task=task)
             remaining = config.steps - trainer.progress.step
             for _ in context.progress.track(trainer.steps(), self.name, total=remaining):
                 continue
