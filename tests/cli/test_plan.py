@@ -53,9 +53,13 @@ def test_planning_reads_no_weights(place: Place, smelt_here: Smelt, tmp_path: Pa
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in ("rilq", "rotate", "kv-cache")])
 def test_every_method_can_be_planned(name: str, place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
     """Except methods that only precede or follow a quantization method, or quantize no weights."""
-    removes = "budget" in {field.name for field in dataclasses.fields(METHODS[name])}
+    parameters = {field.name for field in dataclasses.fields(METHODS[name])}
+    removes, trains = "budget" in parameters, "epochs" in parameters and "weights" in parameters
     content = llama_recipe(place, method=name)
-    if not removes:
+    if trains:
+        quantizer = {"quantizer": "minmax", "weight_format": "int4/row"}
+        content["steps"] = [{"method": name, "weights": quantizer}]
+    elif not removes:
         content["steps"] = [{"method": name, "group_size": -1}]
     recipe = place.recipe(f"{name}.yaml", content)
     done = smelt_here("plan", place / "llama", "-r", recipe, "--json", str(tmp_path / "r.json"))

@@ -60,13 +60,13 @@ def _show_widths(descriptions: dict[str, dict[str, Any]]) -> None:
 
 def _split_integer_name(name: str) -> tuple[str, str] | None:
     """Split an integer format's name around its bit width; None for other formats."""
-    parts = re.fullmatch(r"(d?int)\d(.*)", name)
+    parts = re.fullmatch(r"([du]?int)\d(.*)", name)
     return (parts[1], parts[2]) if parts else None
 
 
 def _section(name: str) -> str | None:
     """Group the rows: integers, plain floats, OCP block formats, others."""
-    start = re.match(r"d?(int|fp|mx)", name)
+    start = re.match(r"[du]?(int|fp|mx)", name)
     return start[1] if start else None
 
 

@@ -188,7 +188,7 @@ class Service:
     @property
     def adapters(self) -> Mapping[str, str]:
         """LoRA adapters served now: folders by name."""
-        return self.supervisor.adapters if self.supervisor is not None else {}
+        return self.supervisor.adapters if self.supervisor is not None else self.settings.adapters
 
     def adapter_name(self, model: str | None) -> str | None:
         return model if model in self.adapters else None
