@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from smelt.config import object_schema, parse, suggest
 from smelt.errors import ConfigError
@@ -82,3 +83,35 @@ class Registry(Mapping[str, type[T]], Generic[T]):
 
     def __len__(self) -> int:
         return len(self._classes)
+
+
+class Registered:
+    """Base of frozen dataclasses that a registry builds where a configuration has `{quantizer: sawb, bits: 2}`."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    def registry(cls) -> Registry[Any]:
+        raise NotImplementedError
+
+    @classmethod
+    def from_config(cls, value: Any) -> Any:
+        registry = cls.registry()
+        if not isinstance(value, Mapping):
+            example = f"{{{registry.key}: {next(iter(registry))}}}"
+            raise registry.error(f"a {registry.noun} must be a mapping such as {example}, not {value!r:.80}.")
+        return registry.build(value)
+
+    @classmethod
+    def config_class(cls, settings: Mapping[str, Any]) -> type[Any] | None:
+        """Return the class that a mapping names."""
+        registry = cls.registry()
+        return registry.get(str(settings.get(registry.key)))
+
+    @classmethod
+    def config_schema(cls) -> dict[str, Any]:
+        return cls.registry().json_schema()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the mapping that `from_config` reads."""
+        return {self.registry().key: self.name, **dataclasses.asdict(self)}  # type: ignore[call-overload]

@@ -6,9 +6,7 @@ A term is a frozen dataclass with a weight; a method adds up several. Logits are
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,15 +17,14 @@ from torch.nn import functional as F
 from smelt.compression.base import within
 from smelt.data import Batch
 from smelt.errors import RecipeError
-from smelt.registry import Registry
+from smelt.registry import Registered, Registry
 
 IGNORED = -100  # label of a position that counts for no loss
 
 
-class LossTerm(ABC):
+class LossTerm(Registered, ABC):
     """One term of the loss."""
 
-    name: ClassVar[str]
     paper: ClassVar[str]
     summary: ClassVar[str]
     needs_teacher: ClassVar[bool] = True
@@ -38,21 +35,8 @@ class LossTerm(ABC):
         """Return the term, [], from the outputs of both networks (the teacher's may be None) and the batch."""
 
     @classmethod
-    def from_config(cls, value: Any) -> LossTerm:
-        if not isinstance(value, Mapping):
-            raise RecipeError(f"a term of the loss must be a mapping such as {{loss: labels}}, not {value!r:.80}.")
-        return LOSSES.build(value)
-
-    @classmethod
-    def config_class(cls, settings: Mapping[str, Any]) -> type[LossTerm] | None:
-        return LOSSES.get(str(settings.get("loss")))
-
-    @classmethod
-    def config_schema(cls) -> dict[str, Any]:
-        return LOSSES.json_schema()
-
-    def to_json(self) -> dict[str, Any]:
-        return {"loss": self.name, **dataclasses.asdict(self)}  # type: ignore[call-overload]
+    def registry(cls) -> Registry[LossTerm]:
+        return LOSSES
 
 
 LOSSES: Registry[LossTerm] = Registry("loss", error=RecipeError)

@@ -7,55 +7,28 @@ bit, so that a trained layer can be packed without another rounding.
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from smelt.compression.base import within
-from smelt.errors import RecipeError
+from smelt.errors import FormatError, RecipeError
 from smelt.numerics.catalog import get_format
 from smelt.numerics.format import Format, QuantizedTensor, QuantParams
 from smelt.numerics.gradient import straight_through
-from smelt.registry import Registry
+from smelt.registry import Registered, Registry
 
 Learned = dict[str, Tensor]  # by name: what a quantizer of one layer learns
 
 
-class TrainingQuantizer(ABC):
-    """A quantizer as part of a recipe: `{quantizer: sawb, bits: 2}`."""
+class WeightQuantizer(Registered, ABC):
+    """Quantizes the weight of a layer, a matrix [out, in] in float32."""
 
-    name: ClassVar[str]
     paper: ClassVar[str]
     summary: ClassVar[str]
-
-    @classmethod
-    @abstractmethod
-    def registry(cls) -> Registry[Any]: ...
-
-    @classmethod
-    def from_config(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            raise RecipeError(f"a quantizer must be a mapping such as {{quantizer: minmax}}, not {value!r:.80}.")
-        return cls.registry().build(value)
-
-    @classmethod
-    def config_class(cls, settings: Mapping[str, Any]) -> type[Any] | None:
-        return cls.registry().get(str(settings.get("quantizer")))
-
-    @classmethod
-    def config_schema(cls) -> dict[str, Any]:
-        return cls.registry().json_schema()
-
-    def to_json(self) -> dict[str, Any]:
-        return {"quantizer": self.name, **dataclasses.asdict(self)}  # type: ignore[call-overload]
-
-
-class WeightQuantizer(TrainingQuantizer):
-    """Quantizes the weight of a layer, a matrix [out, in] in float32."""
 
     @classmethod
     def registry(cls) -> Registry[WeightQuantizer]:
@@ -107,9 +80,28 @@ class WeightQuantizer(TrainingQuantizer):
         return groups.flatten(-2)[..., : weight.shape[-1]].to(weight.dtype)
 
 
-class ActivationQuantizer(TrainingQuantizer):
+@dataclass(frozen=True)
+class NamedFormatQuantizer(WeightQuantizer):
+    """Quantizes weights to a format of `smelt formats`."""
+
+    weight_format: str
+
+    def __post_init__(self) -> None:
+        try:
+            get_format(self.weight_format)
+        except FormatError as error:
+            raise RecipeError(f"{self.name}: {error}") from error
+
+    @property
+    def format(self) -> Format:
+        return get_format(self.weight_format)
+
+
+class ActivationQuantizer(Registered, ABC):
     """Quantizes the inputs of a layer on a uniform grid with one scale that does not depend on them."""
 
+    paper: ClassVar[str]
+    summary: ClassVar[str]
     trainable: ClassVar[bool] = True  # whether what `init` returns is learned
     bits: int
     signed: bool  # false: for inputs that are the output of a ReLU

@@ -12,13 +12,12 @@ from smelt.compression.distillation.quantizers.base import (
     WEIGHT_QUANTIZERS,
     ActivationQuantizer,
     Learned,
-    WeightQuantizer,
+    NamedFormatQuantizer,
     check_bits,
     round_through,
 )
-from smelt.errors import FormatError, RecipeError
-from smelt.numerics.catalog import get_format
-from smelt.numerics.format import Format, QuantParams
+from smelt.errors import RecipeError
+from smelt.numerics.format import QuantParams
 from smelt.numerics.integer import Integer
 from smelt.numerics.scaled import Ternary
 
@@ -27,25 +26,18 @@ _MIN_SCALE = 1e-8
 
 @WEIGHT_QUANTIZERS.register("lsq", paper="Esser et al., 2020 (LSQ, arXiv 1902.08153)")
 @dataclass(frozen=True)
-class Lsq(WeightQuantizer):
+class Lsq(NamedFormatQuantizer):
     """Learn the scale of each group of weights, of symmetric integers or ternary weights."""
 
     weight_format: str = "int2/64"
 
     def __post_init__(self) -> None:
-        try:
-            number_format = self.format
-        except FormatError as error:
-            raise RecipeError(f"lsq: {error}") from error
-        integer = type(number_format) is Integer and number_format.symmetric
-        if not integer and not isinstance(number_format, Ternary):
+        super().__post_init__()
+        integer = type(self.format) is Integer and self.format.symmetric
+        if not integer and not isinstance(self.format, Ternary):
             raise RecipeError(
                 f"lsq learns the scales of symmetric integers or ternary weights, not {self.weight_format}."
             )
-
-    @property
-    def format(self) -> Format:
-        return get_format(self.weight_format)
 
     @property
     def levels(self) -> tuple[int, int]:

@@ -13,31 +13,19 @@ from smelt.compression.distillation.quantizers.base import (
     WEIGHT_QUANTIZERS,
     ActivationQuantizer,
     Learned,
-    WeightQuantizer,
+    NamedFormatQuantizer,
     check_bits,
 )
-from smelt.errors import FormatError, RecipeError
-from smelt.numerics.catalog import get_format
-from smelt.numerics.format import Format, QuantParams
+from smelt.numerics.format import QuantParams
 from smelt.numerics.gradient import straight_through
 
 
 @WEIGHT_QUANTIZERS.register("minmax", paper="Jacob et al., 2018 (arXiv 1712.05877)")
 @dataclass(frozen=True)
-class MinMax(WeightQuantizer):
+class MinMax(NamedFormatQuantizer):
     """Round to nearest in any format of `smelt formats`; scales follow the weights."""
 
     weight_format: str = "int4/128@float16"
-
-    def __post_init__(self) -> None:
-        try:
-            get_format(self.weight_format)
-        except FormatError as error:
-            raise RecipeError(f"minmax: {error}") from error
-
-    @property
-    def format(self) -> Format:
-        return get_format(self.weight_format)
 
     def qparams(self, groups: Tensor, learned: Learned) -> QuantParams:
         with torch.no_grad():
