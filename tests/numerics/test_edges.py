@@ -154,3 +154,8 @@ def test_a_group_longer_than_the_row_uses_no_extra_memory(name: str) -> None:
     row = number_format.with_group_size(-1)
     assert torch.equal(number_format.fake_quantize(x), row.fake_quantize(x))
     assert number_format.bits_per_value(33, 2) == row.bits_per_value(33, 2)
+
+
+def test_negative_values_do_not_set_the_scale_of_unsigned_integers() -> None:
+    rounded = get_format("uint2").fake_quantize(torch.tensor([[-9.0, 1.0, 2.0, 3.0]]))
+    assert rounded.tolist() == [[0.0, 1.0, 2.0, 3.0]]

@@ -104,7 +104,7 @@ def test_weights_of_equal_magnitude_are_clipped_at_the_largest() -> None:
 
 
 def test_ternary_weights_by_hand() -> None:
-    weight = torch.tensor([[0.1, -0.2, 0.9, -1.0], [0.0, 0.0, 0.0, 0.0]])
+    weight = torch.tensor([[0.1, -0.35, 0.9, -1.0], [0.0, 0.0, 0.0, 0.0]])  # the threshold is 0.41
     assert torch.allclose(Twn().fake_quantize(weight, {}), torch.tensor([[0, 0, 0.95, -0.95], [0.0] * 4]))
 
 
