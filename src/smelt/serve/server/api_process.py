@@ -17,6 +17,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from smelt.serve.server import http_server
 from smelt.serve.server.control import AttachedSupervisor, ServedStatus
 from smelt.serve.server.http_server import run_http_server, set_up_logging
 from smelt.serve.server.settings import ServerSettings
@@ -27,9 +28,7 @@ from smelt.serve.worker.client import Observer
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent to all by Ctrl-C: the process that started this one decides
     set_up_logging()
-    logging.getLogger("smelt.serve.server.http_server").setLevel(
-        logging.WARNING
-    )  # it also says when all start and stop
+    http_server.logger.setLevel(logging.WARNING)  # its parent says when all have started or stopped
     start = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     settings, folder = ServerSettings.from_json(start["settings"]), Path(start["folder"])
