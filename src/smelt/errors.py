@@ -29,6 +29,10 @@ class BudgetError(SmeltError):
     """The recipe cannot meet the budget with what it may remove."""
 
 
+class DivergenceError(DataError):
+    """A loss or gradient of training is not finite; the weights before that step are kept."""
+
+
 class QualityGateError(SmeltError):
     """The result of a run is worse than its margin allows, or there are too few items to tell."""
 

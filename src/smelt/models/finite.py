@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _CHUNK = 2**22
 
@@ -26,3 +27,26 @@ def is_finite(tensor: Tensor) -> bool:
         if not bool(low.isfinite() & high.isfinite()):
             return False
     return True
+
+
+@torch.no_grad()
+def find_non_finite_layer(network: nn.Module, batch: Mapping[str, Any]) -> str | None:
+    """Run a batch; return the path of the first layer whose output contains NaN or infinity, or None."""
+    found: list[str] = []
+
+    def check(path: str, output: Any) -> None:
+        outputs = output if isinstance(output, tuple | list) else [output]
+        if not found and not all(is_finite(each) for each in outputs if isinstance(each, Tensor)):
+            found.append(path)
+
+    handles = [
+        module.register_forward_hook(lambda module, args, output, path=path: check(path, output))
+        for path, module in network.named_modules()
+        if path
+    ]
+    try:
+        network(**batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None

@@ -19,7 +19,7 @@ from smelt.compression.distillation.quantizers.sawb import Sawb
 from smelt.compression.distillation.samples import Samples, crop_and_flip
 from smelt.compression.distillation.speq import StochasticPrecisionTeacher, frozen_running_statistics
 from smelt.compression.recipe.recipe import Recipe
-from smelt.errors import DataError, ModelError, RecipeError
+from smelt.errors import DataError, DivergenceError, ModelError, RecipeError
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedConv, quantized_layers
@@ -118,6 +118,56 @@ def test_an_interrupted_run_resumes_to_the_bit(tmp_path: Path) -> None:
     states = [each.network.state_dict() for each in (whole, resumed)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert len(facts["loss_curve"]) == facts["steps"] == 16 and not any((tmp_path / "cut").iterdir())
+
+
+class Poisoned(NullProgress):
+    """Makes a weight of one layer infinite after so many steps."""
+
+    def __init__(self, network: Any, path: str, steps: int) -> None:
+        self.network, self.path, self.steps = network, path, steps
+
+    def track(self, items: Iterable[Any], description: str, total: int | None = None) -> Iterator[Any]:
+        for index, item in enumerate(items):
+            if index + 1 == self.steps:
+                self.network.get_submodule(self.path).layer.weight.data[0, 0] = torch.inf
+            yield item
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_loss_that_is_not_finite_names_its_layer_and_keeps_the_weights(tmp_path: Path, checkpointing: bool) -> None:
+    network, path = BUILDS["llama"](), "model.layers.1.mlp.up_proj"
+    method = METHODS.build("tsld", batch_size=8, gradient_checkpointing=checkpointing)
+    with pytest.raises(DivergenceError, match=rf"the loss of step 2 is not finite \(it began in {path}\); lower the"):
+        train(method, network, text(), tmp_path, progress=Poisoned(network, path, 2))
+    assert (tmp_path / "tsld-training" / "checkpoints" / "step-2" / "model.safetensors").exists()
+
+
+def test_the_best_checkpoint_is_kept_and_resumed(tmp_path: Path) -> None:
+    """With a learning rate that is too large at the end, an earlier checkpoint does better on held-out samples."""
+    settings = {**W2A2, **FAST, "epochs": 4, "checkpoint_every": 4,
+                "optimizer": {"name": "sgd", "lr": 30.0}, "schedule": {"warmup_steps": 100}}  # fmt: skip
+    best, facts = train(METHODS.build("qat", **settings), BUILDS["resnet"](), images(), tmp_path)
+    last, ends = train(METHODS.build("qat", **settings, select="last"), BUILDS["resnet"](), images(), tmp_path)
+    assert facts["selected_step"] < facts["steps"] == ends["selected_step"]
+    assert facts["validation_accuracy"] > ends["validation_accuracy"]
+    assert accuracy(best, images()) > accuracy(last, images())
+    with pytest.raises(KeyboardInterrupt):
+        stop = Interrupted(facts["selected_step"] + 5)
+        train(METHODS.build("qat", **settings), BUILDS["resnet"](), images(), tmp_path, progress=stop)
+    resumed, again = train(METHODS.build("qat", **settings), BUILDS["resnet"](), images(), tmp_path)
+    assert again["selected_step"] == facts["selected_step"]
+    states = [each.network.state_dict() for each in (best, resumed)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_gradient_checkpointing_changes_no_result(tmp_path: Path) -> None:
+    networks = []
+    for checkpointing in (False, True):
+        method = METHODS.build("tsld", batch_size=8, gradient_checkpointing=checkpointing, epochs=0.5)
+        torch.manual_seed(0)
+        networks.append(train(method, BUILDS["llama"](), text(), tmp_path)[0].network)
+    first, second = (network.state_dict() for network in networks)
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_speqs_teacher() -> None:

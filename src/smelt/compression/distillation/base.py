@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -35,11 +36,14 @@ from smelt.compression.distillation.quantizers import ActivationQuantizer, Weigh
 from smelt.compression.distillation.quantizers.minmax import MinMax
 from smelt.compression.distillation.samples import Samples
 from smelt.compression.quantization.layers import LinearLayer, layer_groups
-from smelt.errors import DataError, ModelError, RecipeError
+from smelt.errors import ConfigError, DataError, ModelError, RecipeError, SmeltError
+from smelt.files import write_atomically
 from smelt.measure.cost import block_parameters, count_bytes
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
+from smelt.train.gradients.comm import Comm
+from smelt.train.trainer import checkpoint
 from smelt.train.trainer.config import (
     CheckpointConfig,
     EvaluateConfig,
@@ -48,6 +52,8 @@ from smelt.train.trainer.config import (
     TrainConfig,
 )
 from smelt.train.trainer.distributed import init_distributed
+from smelt.train.trainer.gradient_sync import normalize_gradients
+from smelt.train.trainer.run_folder import RunFolder
 from smelt.train.trainer.tasks import TrainingTask
 from smelt.train.trainer.trainer import Trainer
 
@@ -72,11 +78,14 @@ class QuantizationAwareTraining(Method):
     gradient_accumulation_steps: int = 1  # batches per step
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    gradients: str = "none"  # or a compressor of what several workers exchange: exdyna:density=0.001
     precision: str = "off"  # or bf16: of forward and backward
+    gradient_checkpointing: bool = False  # keep fewer activations, and compute blocks twice
     max_grad_norm: float | None = 1.0  # gradients of a larger norm are scaled down to it; null: never
     augment: bool = False  # crop and flip images randomly
     exclude: tuple[str, ...] = ()  # layers whose path contains one of these stay in float
-    checkpoint_every: int = 500  # steps
+    checkpoint_every: int = 500  # steps; each checkpoint is evaluated on samples that are held out
+    select: str = "best"  # checkpoint, by the accuracy or loss on those samples; or last
 
     needs: ClassVar[tuple[str, ...]] = ("calibration data",)
 
@@ -86,6 +95,11 @@ class QuantizationAwareTraining(Method):
         within(self.name, "gradient_accumulation_steps", self.gradient_accumulation_steps, 1, 1_000_000)
         within(self.name, "checkpoint_every", self.checkpoint_every, 1, 1_000_000_000)
         one_of(self.name, "precision", self.precision, ("off", "bf16"))
+        one_of(self.name, "select", self.select, ("best", "last"))
+        try:
+            normalize_gradients(self.gradients)
+        except ConfigError as error:
+            raise RecipeError(f"gradients of {self.name}: {error}") from error
         if not self.losses:
             raise RecipeError(f"{self.name} needs at least one term of the loss, such as `losses: [{{loss: labels}}]`.")
         if self.needs_teacher and not self.has_teacher:
@@ -152,6 +166,8 @@ class QuantizationAwareTraining(Method):
         samples = Samples.from_batches(context.batches, device, augment=self.augment, seed=context.seed)
         train, validation = samples.split(VALIDATION)
         first = {name: tensor[: self.batch_size] for name, tensor in train.tensors.items()}
+        if self.gradient_checkpointing:
+            _enable_gradient_checkpointing(network)
         init_activations(network, first)
         student = Student(network, self.losses, teacher)
         task = TrainingTask(
@@ -160,6 +176,8 @@ class QuantizationAwareTraining(Method):
         )  # fmt: skip
         facts = self._train(task, model, context, device)
         facts |= {f"learned_{name}": values for name, values in _learned(network).items()}
+        if self.gradient_checkpointing:
+            network.gradient_checkpointing_disable()
         network.eval()
         with torch.no_grad():
             before = network(**first).logits
@@ -184,36 +202,107 @@ class QuantizationAwareTraining(Method):
         return {layer.path: layer.weight.shape[1] for layer in self._layers(anatomy)}
 
     def _train(self, task: TrainingTask, model: Model, context: MethodContext, device: torch.device) -> dict[str, Any]:
-        config = self._train_config(len(task.train), model, context, device)
         folder = (context.folder or Path.cwd()) / f"{self.name}-training"
         with warnings.catch_warnings(), process_group(device):
             warnings.filterwarnings("ignore", "Grad strides do not match")  # of 1x1 convolutions in DDP: harmless
-            trainer = Trainer(config, folder, device, resume=folder.exists(), resplit=False, task=task)
-            remaining = config.steps - trainer.progress.step
-            for _ in context.progress.track(trainer.steps(), self.name, total=remaining):
-                continue
+            config, comm = self._train_config(len(task.train), model, context, device), Comm()
+            resume = _can_resume(folder, comm)
+            trainer = Trainer(config, folder, device, resume=resume, resplit=False, task=task)
+            best = BestCheckpoint(trainer)
+            for entry in context.progress.track(trainer.steps(), self.name, total=config.steps - trainer.progress.step):
+                best.update(entry)
             log = trainer.folder.read_log()
+            if self.select == "best":
+                best.load()
+            comm.all_gather(torch.zeros(1), "agreement")  # every rank has read what is removed now
+            if comm.rank == 0:
+                shutil.rmtree(folder)
         losses: list[float] = [entry["loss"] for entry in log]
-        shutil.rmtree(folder)
-        evaluation = next(entry["evaluation"] for entry in reversed(log) if "evaluation" in entry)
+        evaluations = {entry["step"]: entry["evaluation"] for entry in log if "evaluation" in entry}
+        selected = best.step if self.select == "best" else config.steps
         return {
             "steps": config.steps,
+            "selected_step": selected,
             "final_loss": sum(losses[-20:]) / len(losses[-20:]),
             "loss_curve": _thin(losses),
             **{f"{name}_curve": _thin([entry[name] for entry in log]) for name in task.log_values()},
-            **{f"validation_{name}": value for name, value in evaluation.items()},
+            **{f"validation_{name}": value for name, value in evaluations[selected].items()},
         }
 
     def _train_config(self, samples: int, model: Model, context: MethodContext, device: torch.device) -> TrainConfig:
+        """Return the configuration of the run: the workers share each batch."""
+        world_size = distributed.get_world_size()
+        if self.batch_size % world_size:
+            raise RecipeError(
+                f"batch_size of {self.name} is {self.batch_size}, which {world_size} workers cannot share; make it a "
+                f"multiple of {world_size}."
+            )
         per_step = self.batch_size * self.gradient_accumulation_steps
         return TrainConfig(
             model=model.source or "model", task="images" if model.task == "images" else "language",
-            batch_size=self.batch_size, gradient_accumulation_steps=self.gradient_accumulation_steps,
+            batch_size=self.batch_size // world_size, gradient_accumulation_steps=self.gradient_accumulation_steps,
             steps=max(math.ceil(self.epochs * samples / per_step), 1), seed=context.seed, precision=self.precision,
-            max_grad_norm=self.max_grad_norm, optimizer=self.optimizer, schedule=self.schedule, gradients="none",
-            evaluate=EvaluateConfig(samples=1_000_000), checkpoint=CheckpointConfig(every=self.checkpoint_every),
-            device=device.type,
+            max_grad_norm=self.max_grad_norm, optimizer=self.optimizer, schedule=self.schedule,
+            gradients=self.gradients, evaluate=EvaluateConfig(every=self.checkpoint_every, samples=1_000_000),
+            checkpoint=CheckpointConfig(every=self.checkpoint_every), device=device.type,
         )  # fmt: skip
+
+
+class BestCheckpoint:
+    """Keeps the weights of the checkpoint that does best on held-out samples, also when a run is resumed."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._folder = trainer, trainer.folder.path / "best"
+        evaluated = [entry for entry in trainer.folder.read_log() if "evaluation" in entry]
+        self.step, self._score = 0, -math.inf
+        for entry in evaluated:
+            self.update(entry, link=entry["step"] == trainer.progress.step)  # killed before it was kept
+
+    def update(self, entry: dict[str, Any], *, link: bool = True) -> None:
+        """Keep the checkpoint of a step if it was evaluated and none before was better."""
+        evaluation = entry.get("evaluation")
+        if evaluation is None:
+            return
+        score = evaluation.get("accuracy", -evaluation["loss"])
+        if not score >= self._score:
+            return
+        self.step, self._score = entry["step"], score
+        if link and self._trainer.comm.rank == 0:
+            kept = self._trainer.folder.checkpoints / f"step-{self.step}" / checkpoint.MODEL
+            write_atomically(self._folder / checkpoint.MODEL, partial(_link_or_copy, kept))
+
+    def load(self) -> None:
+        """Load the kept weights into the network of rank 0."""
+        if self.step != self._trainer.progress.step and self._trainer.comm.rank == 0:
+            checkpoint.load_model(self._trainer.task.network, self._folder)
+
+
+def _can_resume(folder: Path, comm: Comm) -> bool:
+    """Return whether there is an unfinished training run; refuse one of another number of workers."""
+    exists = bool(comm.all_gather(torch.tensor([folder.exists()]), "agreement").all())
+    before = RunFolder(folder).read_metadata()["world_size"] if exists else comm.world_size
+    if before != comm.world_size:
+        raise SmeltError(
+            f"the unfinished training in {folder} ran on {before} workers; resume with --workers {before}."
+        )
+    return exists
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    """Give a file that never changes another name."""
+    try:
+        os.link(source, target)
+    except OSError:  # not on every file system
+        shutil.copyfile(source, target)
+
+
+def _enable_gradient_checkpointing(network: Any) -> None:
+    if not getattr(network, "supports_gradient_checkpointing", False):
+        raise ModelError(
+            f"a network of type {network.config.model_type} cannot checkpoint activations; remove "
+            "gradient_checkpointing and use smaller batches with gradient_accumulation_steps."
+        )
+    network.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 class NetworkTeacher:

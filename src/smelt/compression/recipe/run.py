@@ -49,7 +49,15 @@ from smelt.compression.recipe.record import (
 )
 from smelt.compression.recipe.work_folder import WorkFolder
 from smelt.data import Batch
-from smelt.errors import BudgetError, ConfigError, DataError, ModelError, RecipeError, SmeltError
+from smelt.errors import (
+    BudgetError,
+    ConfigError,
+    DataError,
+    DivergenceError,
+    ModelError,
+    RecipeError,
+    SmeltError,
+)
 from smelt.files import atomic_folder, json_text
 from smelt.fingerprint import hash_files, hash_folder
 from smelt.measure.eval_result import EvalResult
@@ -141,6 +149,8 @@ def compress(
         try:
             before = run.before(model, evaluation, sentences)
             steps = run.steps(model, batches, finished)
+        except DivergenceError:  # the weights before it are kept
+            raise
         except (BudgetError, ConfigError, DataError):
             run.stop_early()
             raise

@@ -109,6 +109,11 @@ def load(train_state: TrainState, checkpoint: Path, comm: Comm, *, resplit: bool
     train_state.progress.world_size = comm.world_size
 
 
+def load_model(network: nn.Module, checkpoint: Path) -> None:
+    """Load the weights of a checkpoint, without the rest of the run's state."""
+    _copy_tensors(_read_tensors(checkpoint / MODEL), _model_tensors(network), checkpoint / MODEL)
+
+
 def _write(train_state: TrainState, folder: Path, is_main: bool) -> None:
     if train_state.compression is not None:
         gradient_checkpoint.write(train_state.compression, folder / GRADIENTS)
@@ -128,7 +133,7 @@ def _read(train_state: TrainState, checkpoint: Path, resplit: bool, world_size: 
             f"{checkpoint} was written by {progress.world_size} ranks and there are {world_size}; start as many, or "
             "give --resplit to redistribute the gradients that they had not sent."
         )
-    _copy_tensors(_read_tensors(checkpoint / MODEL), _model_tensors(train_state.network), checkpoint / MODEL)
+    load_model(train_state.network, checkpoint)
     optimizer_tensors = _read_tensors(checkpoint / OPTIMIZER)
     parameters = dict(train_state.network.named_parameters())
     for key, tensor in optimizer_tensors.items():

@@ -94,7 +94,8 @@ class RunFolder:
 
 def format_log_entry(entry: dict[str, Any], steps: int) -> str:
     """Format an entry of the log for the terminal."""
-    progress = f"step {entry['step']:,} of {steps:,}: loss {entry['loss']:.4f}, {entry['bytes'] / 1e6:.3g} MB/step"
+    traffic = f", {entry['bytes'] / 1e6:.3g} MB/step" if entry["bytes"] else ""  # none on a single rank
+    progress = f"step {entry['step']:,} of {steps:,}: loss {entry['loss']:.4f}{traffic}"
     metrics = ", ".join(f"{name} {value:.4g}" for name, value in entry.get("evaluation", {}).items())
     return f"{progress}, {entry['seconds']:.1f} s" + (f"; held out: {metrics}" if metrics else "")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -46,6 +47,12 @@ class TrainingTask:
     metadata: dict[str, Any] = field(default_factory=dict)  # for run.json
     log_values: Callable[[], dict[str, float]] = dict  # added to the log entry of each step
     saves_model: bool = True  # at the end; false: whoever runs it goes on with the network in memory
+
+    @property
+    def layers(self) -> nn.Module:
+        """The network without a wrapper that computes its loss: its paths are those that users know."""
+        inner: nn.Module = getattr(self.network, "network", self.network)
+        return inner
 
     def save(self, folder: Path) -> None:
         """Save the network and its tokenizer as transformers does."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -24,15 +24,16 @@ import torch.distributed as distributed
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from smelt.errors import DataError
+from smelt.errors import DataError, DivergenceError
 from smelt.files import atomic_folder
 from smelt.measure.machine import machine
+from smelt.models.finite import find_non_finite_layer, is_finite
 from smelt.train.gradients.comm import Comm, run_on_all_ranks
 from smelt.train.timing import PhaseTimer
 from smelt.train.trainer import checkpoint
 from smelt.train.trainer.checkpoint import TrainProgress, TrainState
 from smelt.train.trainer.config import TrainConfig
-from smelt.train.trainer.dataloader import ShuffledSampler, batch_start
+from smelt.train.trainer.dataloader import Batch, ShuffledSampler, batch_start
 from smelt.train.trainer.gradient_sync import GradientSync, build_compressor
 from smelt.train.trainer.optimizer import autocast, build_optimizer, grad_scaler_for, lr_at, set_lr
 from smelt.train.trainer.run_folder import RunFolder, format_log_entry
@@ -162,12 +163,7 @@ class Trainer:
         """Run forward and backward of one batch and return its loss, []; the last micro-step sends the gradients."""
         config, is_last = self.config, micro_step == self.config.gradient_accumulation_steps - 1
         with self.timer.phase("data"):
-            start = batch_start(
-                self.progress.samples, micro_step, config.batch_size, self.comm.world_size, self.comm.rank
-            )
-            batch = self.task.train.batch(self.sampler.indices(start, config.batch_size))
-            batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
-            torch.manual_seed(config.seed * 1_000_003 + start)  # for dropout: no RNG state has to be saved
+            batch = self._next_batch(micro_step)
         with nullcontext() if is_last else self.model.no_sync():
             with self.timer.phase("forward"), autocast(config.precision, self.device):
                 loss = self.model(**batch, **self.task.forward_kwargs).loss
@@ -176,6 +172,14 @@ class Trainer:
                 (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
         detached: Tensor = loss.detach()
         return detached
+
+    def _next_batch(self, micro_step: int) -> Batch:
+        """Return this rank's batch, and seed the random numbers of its forward pass."""
+        config = self.config
+        start = batch_start(self.progress.samples, micro_step, config.batch_size, self.comm.world_size, self.comm.rank)
+        batch = self.task.train.batch(self.sampler.indices(start, config.batch_size))
+        torch.manual_seed(config.seed * 1_000_003 + start)  # for dropout: no RNG state has to be saved
+        return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
     def _clip_grad_norm(self) -> float:
         """Return the norm of the reduced gradient, which is clipped if configured; the same on every rank."""
@@ -198,8 +202,7 @@ class Trainer:
         """Step the optimizer; return whether the gradient scaler skipped it."""
         step = self.progress.step
         if not math.isfinite(loss) or (self.scaler is None and not math.isfinite(grad_norm)):
-            source = "gradient norm" if math.isfinite(loss) else "loss"
-            raise DataError(f"the {source} of step {step} is not finite; lower the learning rate, or check the data.")
+            self._raise_diverged("gradient norm" if math.isfinite(loss) else "loss")
         if self.scaler is None:
             self.optimizer.step()
         else:
@@ -212,6 +215,32 @@ class Trainer:
                 )
         self.optimizer.zero_grad()
         return not math.isfinite(grad_norm)
+
+    def _raise_diverged(self, source: str) -> NoReturn:
+        """Keep the weights before this step, and say in which layer of this rank it began."""
+        checkpoint.save(self.state, self.folder.checkpoints, self.config.checkpoint.keep, self.comm)
+        layer = self._gradient_origin() if source == "gradient norm" else self._loss_origin()
+        origin, step = f" (it began in {layer})" if layer else "", self.progress.step
+        raise DivergenceError(
+            f"the {source} of step {step} is not finite{origin}; lower the learning rate, or check the data. The "
+            f"weights before it are kept in {self.folder.checkpoints / f'step-{step}'}."
+        )
+
+    def _loss_origin(self) -> str | None:
+        """Return the layer that makes a batch of this step not finite; None if that is another rank's."""
+        for micro_step in range(self.config.gradient_accumulation_steps):
+            batch = self._next_batch(micro_step)
+            with autocast(self.config.precision, self.device):
+                layer = find_non_finite_layer(self.task.layers, {**batch, **self.task.forward_kwargs})
+            if layer is not None:
+                return layer
+        return None
+
+    def _gradient_origin(self) -> str | None:
+        """Return the last layer with a gradient that is not finite: a backward pass spreads it to all before."""
+        gradients = [(name, p.grad) for name, p in self.task.layers.named_parameters() if p.grad is not None]
+        broken = [name for name, gradient in gradients if not is_finite(gradient)]
+        return broken[-1].rpartition(".")[0] if broken else None
 
     def _start_or_resume(self, resume: bool, resplit: bool) -> None:
         """Load the newest checkpoint if there is one; the log is cut to end where the run starts."""
