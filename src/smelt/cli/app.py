@@ -29,6 +29,7 @@ GROUPS = {
     "Compress": {
         "plan": "Estimate size, memory, time and disk of a recipe before running it; refuse what cannot fit.",
         "compress": "Compress a model with a recipe or one method; save it, verify that it reloads, report the cost.",
+        "qat": "Train a model at low precision, with or without a teacher; pack, verify and report it.",
         "verify": "Check an artifact against its passport: files, signature, that it loads, that it can be reproduced.",
         "sign": "Sign a model folder with a private key (an OpenSSF model signing bundle).",
         "export": "Export a model to compressed-tensors (vLLM, transformers), GGUF (llama.cpp) or ONNX.",

@@ -10,8 +10,9 @@ import dataclasses
 import math
 import os
 import shutil
+import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,12 +24,22 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor, nn
 
-from smelt.compression.base import Batch, CalibrationSize, Method, MethodContext, ResourceEstimate, one_of, within
+from smelt.compression.base import (
+    Batch,
+    CalibrationSize,
+    Method,
+    MethodContext,
+    ResourceEstimate,
+    UndecidedWidth,
+    one_of,
+    within,
+)
 from smelt.compression.calibration.gradients import gradient_bytes
 from smelt.compression.distillation.fake_quantize import (
     convert,
     fake_quantized_layers,
     init_activations,
+    packed_scheme,
     prepare,
 )
 from smelt.compression.distillation.losses import Labels, LossTerm
@@ -42,6 +53,7 @@ from smelt.measure.cost import block_parameters, count_bytes
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
+from smelt.models.quantized_network import prepare_quantized_layers
 from smelt.train.gradients.comm import Comm
 from smelt.train.trainer import checkpoint
 from smelt.train.trainer.config import (
@@ -88,6 +100,7 @@ class QuantizationAwareTraining(Method):
     select: str = "best"  # checkpoint, by the accuracy or loss on those samples; or last
 
     needs: ClassVar[tuple[str, ...]] = ("calibration data",)
+    trains: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         within(self.name, "epochs", self.epochs, 1e-6, 1e6)
@@ -128,6 +141,15 @@ class QuantizationAwareTraining(Method):
                 raise RecipeError(f"{path} has {columns} inputs, which groups of {size} do not divide.")
         if not self._columns(anatomy):
             raise ModelError("there is no linear layer or convolution in the blocks of this network to quantize.")
+
+    def reshape(self, anatomy: Anatomy, undecided: Mapping[str, UndecidedWidth]) -> Mapping[str, UndecidedWidth]:
+        scheme = packed_scheme(self.weights, self.inputs).to_json()
+        prepare_quantized_layers(anatomy.network, {layer.path: scheme for layer in self._layers(anatomy)}, "the plan")
+        return undecided
+
+    @property
+    def input_multiple(self) -> int:
+        return max(self.weights.format.group_size, 1)
 
     def targets(self) -> dict[str, float]:
         return {"bits": self.weights.format.bits}
@@ -202,7 +224,7 @@ class QuantizationAwareTraining(Method):
         return {layer.path: layer.weight.shape[1] for layer in self._layers(anatomy)}
 
     def _train(self, task: TrainingTask, model: Model, context: MethodContext, device: torch.device) -> dict[str, Any]:
-        folder = (context.folder or Path.cwd()) / f"{self.name}-training"
+        folder = (context.checkpoint.folder or context.folder or Path(tempfile.mkdtemp())) / "training"
         with warnings.catch_warnings(), process_group(device):
             warnings.filterwarnings("ignore", "Grad strides do not match")  # of 1x1 convolutions in DDP: harmless
             config, comm = self._train_config(len(task.train), model, context, device), Comm()

@@ -59,14 +59,18 @@ class FakeQuantizedLayer(nn.Module):
 
     def convert(self) -> QuantizedLinear:
         """Return the packed layer with the same outputs."""
-        inputs = None if self.inputs is None else self.inputs.format(self.inputs.bits)
-        scheme = QuantizationScheme(self.weights.format, inputs, static=inputs is not None)
-        packed = quantized_replacement(self.layer, scheme)
+        packed = quantized_replacement(self.layer, packed_scheme(self.weights, self.inputs))
         packed.set_tensors(self.weights.quantize(linear_weight(self.layer), dict(self.weight_learned)), self.layer.bias)
         if self.inputs is not None:
             scale = self.inputs.scale(self.inputs.bits, dict(self.input_learned)).detach().float()
             setattr(packed, STATIC_SCALE, scale.reshape(1, 1, 1).to(self.layer.weight.device))
         return packed
+
+
+def packed_scheme(weights: WeightQuantizer, inputs: ActivationQuantizer | None) -> QuantizationScheme:
+    """Return the scheme of the packed layer that these quantizers lead to."""
+    input_format = None if inputs is None else inputs.format(inputs.bits)
+    return QuantizationScheme(weights.format, input_format, static=inputs is not None)
 
 
 def prepare(

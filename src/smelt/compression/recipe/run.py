@@ -13,6 +13,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,7 @@ from smelt.compression.recipe.inputs import (
 )
 from smelt.compression.recipe.plan import CompressionPlan, plan
 from smelt.compression.recipe.quality_gate import check_gate, refuse, run_gate, step_costs
+from smelt.compression.recipe.ranks import Ranks
 from smelt.compression.recipe.recipe import Recipe, parse_bytes
 from smelt.compression.recipe.record import (
     DEFAULT_PROMPT,
@@ -69,7 +71,7 @@ from smelt.models.image_processor import ImageProcessor
 from smelt.models.load import load, resolve, skeleton, source_files
 from smelt.models.model import Model
 from smelt.models.verify import verify
-from smelt.progress import RunProgress, progress_bars
+from smelt.progress import NullProgress, RunProgress, progress_bars
 from smelt.report.page import write_report
 from smelt.serve.engine.layer_timing import LayerTimer
 from smelt.serve.engine.throughput import RequestWorkload, explain_slowdown, measure_throughput, parse_workload
@@ -136,7 +138,7 @@ def compress(
     work = WorkFolder(folder, source, say)
     run = _Run(source, recipe, work, device, offload, requests, progress, say)
     run.passport = PassportBuilder(source, recipe.to_json(), device, offload, sign_key, choices or {})
-    with work.locked():
+    with run.ranks.leading(), work.locked():
         unfinished = work.find_unfinished(run.identity, resume)
         run.check(timing)
         weights = run.weights()
@@ -149,6 +151,7 @@ def compress(
         try:
             before = run.before(model, evaluation, sentences)
             steps = run.steps(model, batches, finished)
+            run.ranks.end()
         except DivergenceError:  # the weights before it are kept
             raise
         except (BudgetError, ConfigError, DataError):
@@ -156,6 +159,22 @@ def compress(
             raise
         run.finish(before, evaluation, steps, timing, prompts)
     return CompressionResult(folder, run.model, run.record)
+
+
+def take_part(source: str, recipe: Recipe, folder: str | Path, *, device: str) -> None:
+    """Take part in the steps that train of a run that rank 0 leads by `compress` with the same arguments."""
+    recipe = recipe.for_device(device)
+    work = WorkFolder(Path(folder), source, logger.debug)
+    run = _Run(source, recipe, work, device, False, parse_workload("chat"), NullProgress(), logger.debug)
+    run.passport = PassportBuilder(source, recipe.to_json(), device, False, None, {})
+    model, batches, _ = run.inputs()
+    while (position := run.ranks.next_step()) is not None:
+        if position:
+            model = run.load_step(position - 1)
+        torch.manual_seed(recipe.seed)
+        checkpoint = run.checkpoint.inside(f"step-{position}-work")
+        context = MethodContext(batches=batches, seed=recipe.seed, checkpoint=checkpoint, folder=work.path)
+        recipe.steps[position].apply(model, context)
 
 
 class _Run:
@@ -173,6 +192,7 @@ class _Run:
         self.work, self.checkpoint = work, work.checkpoint
         self.record: dict[str, Any] = {}
         self.warnings: list[str] = []
+        self.ranks = Ranks()
         self.model: Model
         self.passport: PassportBuilder
 
@@ -278,15 +298,21 @@ class _Run:
         """Apply the steps after those that an interrupted run finished."""
         records = list(finished)
         if records:
-            model = load_artifact(self.work.path / f"step-{len(records) - 1}", device=self.weights_device)
-            model.source = self.source
+            model = self.load_step(len(records) - 1)
         for position, step in list(enumerate(self.recipe.steps))[len(records) :]:
             phase = _step_phase(position, step.name, len(self.recipe.steps))
             self.progress.enter(phase)
             self.say(phase)
-            records.append(self._apply(step, model, batches, f"step-{position}"))
+            with self.ranks.sharing(position) if step.trains else nullcontext():
+                records.append(self._apply(step, model, batches, f"step-{position}"))
         self.model = model
         return records
+
+    def load_step(self, position: int) -> Model:
+        """Load the result of a finished step."""
+        model = load_artifact(self.work.path / f"step-{position}", device=self.weights_device)
+        model.source = self.source
+        return model
 
     def _apply(self, step: Method, model: Model, batches: list[Batch], name: str) -> dict[str, Any]:
         context = MethodContext(
