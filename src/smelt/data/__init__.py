@@ -24,6 +24,7 @@ from smelt.data.multiple_choice import (
     load_choices,
 )
 from smelt.data.named_datasets import resolve_source
+from smelt.data.prompts import PromptData, prompts_from_rows
 from smelt.data.speech import SpeechData, has_speech, speech_from_rows
 from smelt.data.text import TextData, load_text, text_from_rows
 from smelt.errors import DataError
@@ -34,6 +35,7 @@ __all__ = [
     "LabeledImages",
     "MultipleChoiceData",
     "MultipleChoiceItem",
+    "PromptData",
     "SpeechData",
     "TextData",
     "image_batches",
@@ -41,6 +43,7 @@ __all__ = [
     "load_choices",
     "load_data",
     "load_labeled",
+    "load_prompts",
     "load_text",
     "text_batches",
 ]
@@ -89,6 +92,15 @@ def load_data(
     if kind == "labeled":
         return labeled_from_rows(rows, str(source), text=text, pair=pair, label=label or "label")
     return text_from_rows(rows, str(source), text)
+
+
+def load_prompts(source: str | Path, *, column: str | None = None, split: str = "evaluation") -> PromptData:
+    """Load conversations to be answered from a table or the hub."""
+    source = resolve_source(source, split)
+    if str(source) == "default" or (suffix_of(Path(source)) in TEXT_SUFFIXES and not is_hub(str(source))):
+        raise DataError(f"{source} is plain text: give rows with prompts, in a column prompt, messages or chosen.")
+    rows = read_hub(str(source), split) if is_hub(str(source)) else read_rows(Path(source))
+    return prompts_from_rows(rows, str(source), column)
 
 
 def _kind_of_content(rows: list[Row]) -> str | None:

@@ -9,6 +9,7 @@ import numpy as np
 from smelt.data.image_files import LabeledImages
 from smelt.data.labeled import LabeledData
 from smelt.data.multiple_choice import MultipleChoiceData
+from smelt.data.prompts import PromptData
 from smelt.data.speech import SpeechData
 from smelt.data.text import TextData
 
@@ -16,7 +17,7 @@ NGRAM = 13  # words, as in the contamination study of GPT-3 (Brown et al., 2020)
 _MAX_CHARACTERS = 10**8  # of each data set; the rest is not looked at
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, from the golden ratio
 
-Data = TextData | LabeledData | MultipleChoiceData | LabeledImages | SpeechData
+Data = TextData | LabeledData | MultipleChoiceData | LabeledImages | SpeechData | PromptData
 
 
 def overlap(evaluation: Data, calibration: Data) -> float:
@@ -60,6 +61,9 @@ def _documents(data: Data) -> Iterator[str]:
         yield from data.documents
     elif isinstance(data, LabeledData):
         yield from data.first if data.second is None else map(" ".join, zip(data.first, data.second, strict=True))
+    elif isinstance(data, PromptData):
+        for messages in data.conversations:
+            yield from (message["content"] for message in messages)
     elif isinstance(data, MultipleChoiceData):
         for item in data.items:
             yield f"{item.contexts[item.gold]} {item.continuations[item.gold]}"

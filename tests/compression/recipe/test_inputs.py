@@ -127,3 +127,36 @@ def test_a_fingerprint_distinguishes_batches() -> None:
     other = [{"input_ids": torch.tensor([[1, 3]]), "labels": torch.tensor([0])}]
     assert fingerprint(one) == fingerprint([dict(reversed(one[0].items()))])
     assert len({fingerprint(one), fingerprint(other), fingerprint([]), fingerprint(one + one)}) == 4
+
+
+def test_text_that_the_model_generates_itself() -> None:
+    config, model = recipe("generated"), language_model()
+    data, held_out = split(config, calibration_data(config, model))
+    batches = calibration_batches(config.data, data, model, seed=0)
+    assert [batch["input_ids"].shape for batch in batches] == [(3, 16), (3, 16), (2, 16)] and held_out is None
+    assert fingerprint(batches) == fingerprint(calibration_batches(config.data, data, model, seed=0))
+    assert fingerprint(batches) != fingerprint(calibration_batches(config.data, data, model, seed=1))
+    evaluation = evaluation_data(config, held_out, model)
+    assert isinstance(evaluation, TextData) and evaluation.name == "default/evaluation"
+    with pytest.raises(DataError, match="a model for classification cannot generate"):
+        calibration_data(config, classifier())
+
+
+def test_prompts_have_no_labels_and_are_not_cut(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": "a" * length}) + "\n" for length in (*range(1, 17), 17, 40)))
+    config = Recipe.parse({"steps": [{"method": "qdpo"}], "data": {"source": str(prompts), "samples": 16,
+                                                                  "seq_len": 16, "batch_size": 5}})  # fmt: skip
+    model = language_model()
+    data, held_out = split(config, calibration_data(config, model))
+    batches = calibration_batches(config.data, data, model, seed=0)
+    assert all(set(batch) == {"input_ids", "attention_mask"} for batch in batches) and held_out is None
+    lengths = torch.cat([batch["attention_mask"].sum(-1) for batch in batches])
+    assert sorted(lengths.tolist()) == list(range(1, 17)), "longer prompts are left out"
+    more = Recipe.parse({"steps": [{"method": "qdpo"}], "data": {"source": str(prompts), "samples": 17, "seq_len": 16}})
+    with pytest.raises(DataError, match="16 prompts of at most 16 tokens, too few for 17"):
+        calibration_batches(more.data, data, model, seed=0)
+    with pytest.raises(DataError, match="plain text: give rows with prompts"):
+        calibration_data(Recipe.parse({"steps": [{"method": "qdpo"}]}), model)
+    with pytest.raises(DataError, match="prompts cannot be generated"):
+        calibration_data(Recipe.parse({"steps": [{"method": "qdpo"}], "data": {"source": "generated"}}), model)

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +36,7 @@ from smelt.compression.base import (
 )
 from smelt.compression.calibration.gradients import gradient_bytes
 from smelt.compression.distillation.fake_quantize import (
+    FakeQuantizedLayer,
     convert,
     fake_quantized_layers,
     init_activations,
@@ -101,6 +102,7 @@ class QuantizationAwareTraining(Method):
 
     needs: ClassVar[tuple[str, ...]] = ("calibration data",)
     trains: ClassVar[bool] = True
+    own_loss: ClassVar[bool] = False  # the loss is not a sum of terms
 
     def __post_init__(self) -> None:
         within(self.name, "epochs", self.epochs, 1e-6, 1e6)
@@ -113,7 +115,9 @@ class QuantizationAwareTraining(Method):
             normalize_gradients(self.gradients)
         except ConfigError as error:
             raise RecipeError(f"gradients of {self.name}: {error}") from error
-        if not self.losses:
+        if self.own_loss and self.losses:
+            raise RecipeError(f"{self.name} has a loss of its own; remove `losses`.")
+        if not self.own_loss and not self.losses:
             raise RecipeError(f"{self.name} needs at least one term of the loss, such as `losses: [{{loss: labels}}]`.")
         if self.needs_teacher and not self.has_teacher:
             term = next(term for term in self.losses if term.needs_teacher)
@@ -177,26 +181,26 @@ class QuantizationAwareTraining(Method):
 
     def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:
         self.check(model.anatomy)
-        if any("labels" not in batch for batch in context.batches):
-            raise DataError(f"{self.name} trains on labels, and the data has none; name labeled data.")
+        self.check_batches(context.batches)
         device = context.device or next(model.network.parameters()).device
         teacher = self.make_teacher(model)
         bytes_before, dtype = count_bytes(model.network), next(model.network.parameters()).dtype
-        paths = dict.fromkeys(self._columns(model.anatomy), self.weights)
-        network = model.network.float().to(device)
-        layers = prepare(network, paths, self.inputs)
-        samples = Samples.from_batches(context.batches, device, augment=self.augment, seed=context.seed)
+        model.network.to(device)
+        samples, facts = self.make_samples(model, context, device)
+        layers, layer_facts = self.prepare_layers(model, context)
+        facts |= layer_facts
+        network = model.network
         train, validation = samples.split(VALIDATION)
-        first = {name: tensor[: self.batch_size] for name, tensor in train.tensors.items()}
+        student = self.make_student(network, teacher)
+        first = student.inputs({name: tensor[: self.batch_size] for name, tensor in train.tensors.items()})
         if self.gradient_checkpointing:
             _enable_gradient_checkpointing(network)
         init_activations(network, first)
-        student = Student(network, self.losses, teacher)
         task = TrainingTask(
             student, train, validation, model.task in ("images", "classification"), saves_model=False,
             log_values=partial(_mean_learned, network),
         )  # fmt: skip
-        facts = self._train(task, model, context, device)
+        facts |= self._train(task, model, context, device)
         facts |= {f"learned_{name}": values for name, values in _learned(network).items()}
         if self.gradient_checkpointing:
             network.gradient_checkpointing_disable()
@@ -213,6 +217,26 @@ class QuantizationAwareTraining(Method):
             "bytes_after": count_bytes(model.network),
             **facts,
         }
+
+    def check_batches(self, batches: Sequence[Batch]) -> None:
+        """Raise, before any work, if the method cannot train on this data."""
+        if any("labels" not in batch for batch in batches):
+            raise DataError(f"{self.name} trains on labels, and the data has none; name labeled data.")
+
+    def make_samples(
+        self, model: Model, context: MethodContext, device: torch.device
+    ) -> tuple[Samples, dict[str, Any]]:
+        """Return what is trained on, and facts about it, before layers of the model are replaced."""
+        return Samples.from_batches(context.batches, device, augment=self.augment, seed=context.seed), {}
+
+    def prepare_layers(self, model: Model, context: MethodContext) -> tuple[list[FakeQuantizedLayer], dict[str, Any]]:
+        """Replace layers by fake-quantized ones, in a network of float32; return these and facts about them."""
+        network = model.network.float()
+        return prepare(network, dict.fromkeys(self._columns(model.anatomy), self.weights), self.inputs), {}
+
+    def make_student(self, network: nn.Module, teacher: NetworkTeacher | None) -> Student:
+        """Return what computes the loss of a batch."""
+        return Student(network, self.losses, teacher)
 
     def _layers(self, anatomy: Anatomy) -> list[LinearLayer]:
         """Return the layers to quantize."""
@@ -342,6 +366,10 @@ class Student(nn.Module):
         self.network, self.losses, self.config = network, losses, network.config
         self._teacher = [teacher]  # in a list: its parameters are none of this module's
 
+    def inputs(self, batch: Batch) -> Batch:
+        """Return the part of a batch that is passed to the network."""
+        return batch
+
     def forward(self, **batch: Tensor) -> Any:
         batch.pop("use_cache", None)
         if not self.training:
@@ -353,8 +381,11 @@ class Student(nn.Module):
                 taught = teacher.outputs(self, batch)
         outputs = self.network(**batch)
         terms = [term.weight * term.compute(outputs, taught, batch) for term in self.losses]
-        penalties = [layer.penalty() for layer in fake_quantized_layers(self.network).values()]
-        return SimpleNamespace(loss=sum(terms) + sum(penalties), logits=outputs.logits)
+        return SimpleNamespace(loss=sum(terms) + self.penalty(), logits=outputs.logits)
+
+    def penalty(self) -> Tensor | float:
+        """Return the sum of the layers' own terms of the loss."""
+        return sum(layer.penalty() for layer in fake_quantized_layers(self.network).values())
 
 
 @contextmanager

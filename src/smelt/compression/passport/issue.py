@@ -14,6 +14,7 @@ from smelt.compression.passport.document import PASSPORT, FileFacts, Passport, r
 from smelt.compression.passport.origin import describe_data, describe_run, describe_source
 from smelt.compression.passport.signing import SIGNATURE, load_private_key, sign
 from smelt.compression.recipe.recipe import Recipe
+from smelt.data import PromptData
 from smelt.errors import ModelError, RecipeError
 from smelt.files import write_atomically
 from smelt.fingerprint import hash_files, list_files
@@ -42,7 +43,7 @@ class PassportBuilder:
         self._passport: Passport
         self.batch_size: int | None = None
 
-    def add_data(self, calibration: Data | None, evaluation: Data | None) -> None:
+    def add_data(self, calibration: Data | PromptData | None, evaluation: Data | None) -> None:
         self._data = {"calibration": describe_data(calibration), "evaluation": describe_data(evaluation)}
 
     def recorded_batch_size(self, recipe: Recipe) -> Recipe:

@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 
 from smelt.compression.passport.document import PASSPORT
-from smelt.data import LabeledData, LabeledImages, MultipleChoiceData, SpeechData, TextData
+from smelt.data import LabeledData, LabeledImages, MultipleChoiceData, PromptData, SpeechData, TextData
 from smelt.errors import ModelError
 from smelt.fingerprint import fingerprint_of
 from smelt.measure.evaluate import Data
@@ -51,7 +51,7 @@ def license_of(source: str) -> str:
     return _inherited(path) or _in_card(path / "README.md") or _in_config(path) or _in_file(path) or NOT_STATED
 
 
-def describe_data(data: Data | None) -> dict[str, Any] | None:
+def describe_data(data: Data | PromptData | None) -> dict[str, Any] | None:
     """Return the name, kind, number of items and content hash of loaded data."""
     if data is None:
         return None
@@ -70,6 +70,7 @@ def describe_data(data: Data | None) -> dict[str, Any] | None:
         MultipleChoiceData: "choices",
         LabeledImages: "images",
         SpeechData: "speech",
+        PromptData: "prompts",
     }
     return {"name": data.name, "kind": kinds[type(data)], "items": items, "sha256": digest.hexdigest()}
 
@@ -97,7 +98,7 @@ def describe_run(device: str, offload: bool, created: str) -> dict[str, Any]:
     return {"created": created, "device": device, "offload": offload, "versions": versions, "machine": hardware}
 
 
-def _items(data: Data) -> Iterator[tuple[Any, ...]]:
+def _items(data: Data | PromptData) -> Iterator[tuple[Any, ...]]:
     if isinstance(data, TextData):
         yield from ((document,) for document in data.documents)
     elif isinstance(data, LabeledData):
@@ -111,6 +112,9 @@ def _items(data: Data) -> Iterator[tuple[Any, ...]]:
     elif isinstance(data, SpeechData):
         for index in range(len(data)):
             yield hashlib.sha256(data.content(index)).hexdigest(), data.texts[index]
+    elif isinstance(data, PromptData):
+        for messages in data.conversations:
+            yield tuple(value for message in messages for value in message.values())
     else:
         for item in data.items:
             yield tuple(vars(item).values())

@@ -1,4 +1,4 @@
-"""Train quantizer parameters by block reconstruction: the loop that OmniQuant and FlexRound share.
+"""Train quantizer parameters by block reconstruction: the loop that OmniQuant, FlexRound and EfficientQAT share.
 
 The block runs in float32 with fake-quantized weights, on the outputs of the quantized blocks before it; its target is
 the output of the original block. Parameters, gradients and optimizer state exist for one block at a time.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -39,11 +39,16 @@ class Quantizer(nn.Module):
     """A quantized matrix with learned qparams. `forward` returns, bit for bit, the values that `result` packs."""
 
     grouped: Tensor
+    trains_weight: ClassVar[bool] = False  # the weight itself is a parameter
 
     def __init__(self, weight: Tensor, number_format: Integer) -> None:
         super().__init__()
         self.format, self.columns = number_format, weight.shape[1]
-        self.register_buffer("grouped", number_format.split_groups(weight.detach()))  # [rows, groups, size]
+        grouped = number_format.split_groups(weight.detach())  # [rows, groups, size]
+        if self.trains_weight:
+            self.grouped = nn.Parameter(grouped.clone())
+        else:
+            self.register_buffer("grouped", grouped)
 
     @abstractmethod
     def qparams(self) -> QuantParams:
@@ -82,7 +87,8 @@ class LearnedQuantization(Quantization):
 
     teacher: ClassVar[bool] = True
     any_format: ClassVar[bool] = False
-    cosine: ClassVar[bool] = False  # cosine decay of the learning rate to zero; false: constant
+    cosine: ClassVar[bool] = False  # cosine decay of the learning rate; false: constant
+    min_lr_ratio: ClassVar[float] = 0.0  # fraction of the learning rate at which a cosine ends
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,6 +104,10 @@ class LearnedQuantization(Quantization):
     @abstractmethod
     def updates(self, batches: int) -> int:
         """Return the number of updates per block for this number of calibration batches."""
+
+    def make_optimizer(self, quantizers: Iterable[Quantizer]) -> torch.optim.Optimizer:
+        """Return the optimizer of a block's quantizers."""
+        return torch.optim.Adam([p for quantizer in quantizers for p in quantizer.parameters()], lr=self.lr)
 
     @property
     def integer(self) -> Integer:
@@ -134,14 +144,16 @@ class LearnedQuantization(Quantization):
         loss_fn: Loss = (
             LogitLoss(anatomy_of(work.network), work.targets[0].device) if self._uses_logit_loss(work) else masked_mse
         )
-        parameters = [parameter for quantizer in quantizers.values() for parameter in quantizer.parameters()]
-        optimizer = torch.optim.Adam(parameters, lr=self.lr)
+        optimizer = self.make_optimizer(quantizers.values())
+        rates = [group["lr"] for group in optimizer.param_groups]
         order: list[int] = []
         for update in work.context.progress.track(range(updates), f"block {work.block.index}"):
             order = order or torch.randperm(len(work.block_inputs), generator=generator).tolist()
             batch = order.pop()
             if self.cosine:
-                optimizer.param_groups[0]["lr"] = self.lr * (1 + math.cos(math.pi * update / updates)) / 2
+                decay = (1 + math.cos(math.pi * update / updates)) / 2
+                for group, lr in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * decay)
             output = work.block_inputs.run(block, work.block.index, batch)
             loss = loss_fn(output, work.targets[batch].float(), work.block_inputs.masks[batch])
             if not bool(loss.isfinite()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,22 +15,28 @@ from smelt.data import (
     LabeledData,
     LabeledImages,
     MultipleChoiceData,
+    PromptData,
     SpeechData,
     TextData,
     image_batches,
     labeled_batches,
     load_data,
+    load_prompts,
     text_batches,
 )
+from smelt.data.batches import pad_batch, padding_token_id
 from smelt.data.overlap import overlap
 from smelt.errors import DataError, RecipeError
 from smelt.measure.evaluate import Data
 from smelt.measure.task import model_labels
+from smelt.models.chat_template import ChatTemplateRenderer
+from smelt.models.generation import generate_text
 from smelt.models.model import Model
 
-CalibrationData = TextData | LabeledData | LabeledImages
+CalibrationData = TextData | LabeledData | LabeledImages | PromptData
 
 MAX_OVERLAP = 0.01  # fraction of the evaluation data; texts of one kind share some phrases
+GENERATED = "generated"  # the source of text that the model generates itself
 HELD_OUT = 0.2  # fraction of the calibration data, if the recipe names no evaluation data
 
 
@@ -66,13 +72,21 @@ def check_data(recipe: Recipe, skeleton: Model) -> Data | None:
 
 def usable_data(recipe: Recipe, model: Model) -> CalibrationData:
     """Load the calibration data and check that the model and its loss can be used by the steps."""
-    data = load_calibration_data(recipe.data, model)
+    prompted = any("prompts" in step.needs for step in recipe.steps)
+    data = _load_prompts(recipe.data) if prompted else load_calibration_data(recipe.data, model)
     _check_loss(recipe, model)
     return data
 
 
 def load_calibration_data(settings: CalibrationSettings, model: Model) -> CalibrationData:
-    """Load the data that settings name and check that the model, which may have no weights, can use it."""
+    """Load the data that settings name and check that the model, which may have no weights, can use it.
+
+    Generated text is generated later, with its weights.
+    """
+    if settings.source == GENERATED:
+        if model.task != "language":
+            raise DataError(f"a model for {model.task} cannot generate its own text; name other data with --data.")
+        return TextData(GENERATED, ())
     data = _read(settings, model, "calibration")
     if isinstance(data, MultipleChoiceData):
         raise DataError(f"{settings.source} holds multiple-choice rows, which calibration cannot use; give text.")
@@ -103,8 +117,10 @@ def _read(settings: CalibrationSettings | EvaluationSettings, model: Model, part
 
 def split(recipe: Recipe, data: CalibrationData) -> tuple[CalibrationData, Data | None]:
     """Split into calibration data and, if the recipe names no evaluation data, a held-out part."""
-    if recipe.evaluate.source is not None or recipe.data.source == "default":
+    if recipe.evaluate.source is not None or recipe.data.source in ("default", GENERATED):
         return data, None
+    if isinstance(data, PromptData):
+        return data, None  # there is no metric on prompts
     if isinstance(data, LabeledData | LabeledImages):
         order = np.random.Generator(np.random.PCG64(0)).permutation(len(data))
         num_held_out = max(1, int(len(data) * HELD_OUT))
@@ -129,7 +145,7 @@ def evaluation_data(recipe: Recipe, held_out: Data | None, model: Model) -> Data
     return None
 
 
-def overlap_warning(calibration: Data, evaluation: Data | None) -> str | None:
+def overlap_warning(calibration: Data | PromptData, evaluation: Data | None) -> str | None:
     """Return a warning if a part of the evaluation data is also calibration data."""
     shared = 0.0 if evaluation is None else overlap(evaluation, calibration)
     if evaluation is None or shared <= MAX_OVERLAP:
@@ -166,7 +182,13 @@ def calibration_batches(settings: CalibrationSettings, data: CalibrationData, mo
             data, model.tokenizer, samples=settings.samples, max_length=min(settings.seq_len, longest),
             batch_size=settings.batch_size, seed=seed, replace=settings.samples > len(data),
         )  # fmt: skip
+    if isinstance(data, PromptData):
+        return _prompt_batches(settings, data, model, seed)
     _check_context(settings, model)
+    if settings.source == GENERATED:
+        ids = generate_text(model.network, samples=settings.samples, length=settings.seq_len, seed=seed)
+        parts = ids.split(settings.batch_size)
+        return [{"input_ids": p, "attention_mask": torch.ones_like(p), "labels": p.clone()} for p in parts]
     return text_batches(
         data,
         model.tokenizer,
@@ -175,6 +197,46 @@ def calibration_batches(settings: CalibrationSettings, data: CalibrationData, mo
         batch_size=settings.batch_size,
         seed=seed,
     )
+
+
+def _load_prompts(settings: CalibrationSettings) -> PromptData:
+    if settings.source == GENERATED:
+        raise DataError("prompts cannot be generated; name data with a column prompt, messages or chosen.")
+    return load_prompts(settings.source, column=settings.text, split="calibration")
+
+
+def _prompt_batches(settings: CalibrationSettings, data: PromptData, model: Model, seed: int) -> list[Batch]:
+    """Draw prompts of at most `seq_len` tokens, without labels: `input_ids` and `attention_mask`, padded."""
+    assert model.tokenizer is not None and settings.batch_size is not None
+    renderer = ChatTemplateRenderer(model.tokenizer) if model.tokenizer.chat_template else None
+    rows: list[list[int]] = []
+    for index in np.random.Generator(np.random.PCG64(seed)).permutation(len(data)):
+        text = prompt_text(data.conversations[index], renderer)
+        tokens = model.tokenizer(text, add_special_tokens=renderer is None, verbose=False)["input_ids"]
+        if 0 < len(tokens) <= settings.seq_len:
+            rows.append(list(tokens))
+        if len(rows) == settings.samples:
+            break
+    if renderer is not None:
+        renderer.close()
+    if len(rows) < settings.samples:
+        raise DataError(
+            f"{data.name} has {len(rows):,} prompts of at most {settings.seq_len:,} tokens, too few for "
+            f"{settings.samples:,} samples: use fewer, or a larger seq_len."
+        )
+    padding = padding_token_id(model.tokenizer)
+    parts = [rows[start : start + settings.batch_size] for start in range(0, len(rows), settings.batch_size)]
+    return [pad_batch({"input_ids": p, "attention_mask": [[1] * len(row) for row in p]}, padding) for p in parts]
+
+
+def prompt_text(messages: Sequence[Mapping[str, str]], renderer: ChatTemplateRenderer | None) -> str:
+    """Return a conversation as the model's chat template writes it, or with the speakers' names if it has none."""
+    if renderer is not None:
+        return renderer.render(messages)
+    if len(messages) == 1:
+        return messages[0]["content"]
+    turns = [f"{message['role'].capitalize()}: {message['content']}" for message in messages]
+    return "\n\n".join([*turns, "Assistant:"])
 
 
 def fingerprint(batches: Sequence[Batch]) -> str:
