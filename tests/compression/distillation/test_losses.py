@@ -75,10 +75,11 @@ def test_token_scaled_logits_with_equal_weights_are_plain_distillation() -> None
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_terms_reach_the_student_only(name: str) -> None:
     student, teacher = outputs(2, 6, 9, seed=1), outputs(2, 6, 9, seed=2)
+    term: LossTerm = LOSSES.build(name)
     for out in (student, teacher):
         out.logits.requires_grad_()
+        out.intermediates = {each: [out.logits[:, None].softmax(-1)] for each in term.intermediates}
     student.loss = student.logits.mean()
-    term: LossTerm = LOSSES.build(name)
     loss: Tensor = term.compute(student, teacher, {"labels": torch.randint(9, (2, 6))})
     loss.backward()
     assert student.logits.grad is not None and student.logits.grad.abs().sum() > 0 and teacher.logits.grad is None

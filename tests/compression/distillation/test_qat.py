@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smelt.compression.base import METHODS, Batch, Method, MethodContext
+from smelt.compression.distillation.base import Student
 from smelt.compression.distillation.fake_quantize import fake_quantized_layers, init_activations, prepare
 from smelt.compression.distillation.quantizers.pact import Pact
 from smelt.compression.distillation.quantizers.sawb import Sawb
@@ -179,7 +180,7 @@ def test_speqs_teacher() -> None:
     prepare(network, dict.fromkeys(paths, Sawb()), Pact(2, alpha=2.0))
     init_activations(network, batch)
     before = copy.deepcopy(network.state_dict())
-    student = type("Student", (), {"network": network})()
+    student = Student(network, (), None)
     with torch.no_grad(), frozen_running_statistics(network):
         own = network(**batch).logits
     with torch.no_grad():

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -42,6 +41,13 @@ from smelt.compression.distillation.fake_quantize import (
     init_activations,
     packed_scheme,
     prepare,
+)
+from smelt.compression.distillation.intermediates import (
+    NetworkOutputs,
+    ObservedNetwork,
+    block_paths,
+    check_observable,
+    check_observation,
 )
 from smelt.compression.distillation.losses import Labels, LossTerm
 from smelt.compression.distillation.quantizers import ActivationQuantizer, WeightQuantizer
@@ -120,8 +126,8 @@ class QuantizationAwareTraining(Method):
         if not self.own_loss and not self.losses:
             raise RecipeError(f"{self.name} needs at least one term of the loss, such as `losses: [{{loss: labels}}]`.")
         if self.needs_teacher and not self.has_teacher:
-            term = next(term for term in self.losses if term.needs_teacher)
-            raise RecipeError(f"{self.name}: the loss {term.name} needs a teacher; give `teacher: source`.")
+            needy = next((f": the loss {term.name}" for term in self.losses if term.needs_teacher), "")
+            raise RecipeError(f"{self.name}{needy} needs a teacher; give `teacher: source`.")
 
     @property
     def needs_teacher(self) -> bool:
@@ -131,6 +137,15 @@ class QuantizationAwareTraining(Method):
     def has_teacher(self) -> bool:
         """Whether the method has a teacher with its current parameters."""
         return False
+
+    @property
+    def intermediates(self) -> frozenset[str]:
+        """Which intermediate outputs of student and teacher the training needs: names in intermediates.py."""
+        return frozenset(name for term in self.losses for name in term.intermediates)
+
+    def intervention(self, step: int) -> str | None:
+        """Return which intermediate outputs of the student the teacher's replace in this step: None in most methods."""
+        return None
 
     def make_teacher(self, model: Model) -> NetworkTeacher | None:
         """Return what computes the teacher's outputs, before layers of the model are replaced."""
@@ -145,6 +160,8 @@ class QuantizationAwareTraining(Method):
                 raise RecipeError(f"{path} has {columns} inputs, which groups of {size} do not divide.")
         if not self._columns(anatomy):
             raise ModelError("there is no linear layer or convolution in the blocks of this network to quantize.")
+        if self.intermediates:
+            check_observable(anatomy, self.intermediates)
 
     def reshape(self, anatomy: Anatomy, undecided: Mapping[str, UndecidedWidth]) -> Mapping[str, UndecidedWidth]:
         scheme = packed_scheme(self.weights, self.inputs).to_json()
@@ -187,20 +204,31 @@ class QuantizationAwareTraining(Method):
         bytes_before, dtype = count_bytes(model.network), next(model.network.parameters()).dtype
         model.network.to(device)
         samples, facts = self.make_samples(model, context, device)
+        train, validation = samples.split(VALIDATION)
+        first = {name: tensor[: self.batch_size] for name, tensor in train.tensors.items()}
+        few, blocks = {name: tensor[:2] for name, tensor in first.items()}, block_paths(model.anatomy)
+        if self.intermediates:
+            check_observation(model.network.float(), blocks, self.intermediates, few)
         layers, layer_facts = self.prepare_layers(model, context)
         facts |= layer_facts
         network = model.network
-        train, validation = samples.split(VALIDATION)
         student = self.make_student(network, teacher)
-        first = student.inputs({name: tensor[: self.batch_size] for name, tensor in train.tensors.items()})
+        student.observed = ObservedNetwork(network, blocks, self.intermediates)
+        first = student.inputs(first)
         if self.gradient_checkpointing:
             _enable_gradient_checkpointing(network)
         init_activations(network, first)
         task = TrainingTask(
             student, train, validation, model.task in ("images", "classification"), saves_model=False,
             log_values=partial(_mean_learned, network),
+            on_step=lambda step: setattr(student, "intervention", self.intervention(step)),
         )  # fmt: skip
-        facts |= self._train(task, model, context, device)
+        try:
+            if teacher is not None:
+                teacher.check(student, few)
+            facts |= self._train(task, model, context, device)
+        finally:
+            student.observed.close()
         facts |= {f"learned_{name}": values for name, values in _learned(network).items()}
         if self.gradient_checkpointing:
             network.gradient_checkpointing_disable()
@@ -357,6 +385,10 @@ class NetworkTeacher:
     def outputs(self, student: Student, batch: Batch) -> Any:
         raise NotImplementedError
 
+    def check(self, student: Student, batch: Batch) -> None:
+        """Raise, before training begins, if the student cannot learn from this teacher."""
+        return
+
 
 class Student(nn.Module):
     """The network that trains. In training, its loss is the sum of the method's terms and the quantizers' penalties."""
@@ -364,6 +396,8 @@ class Student(nn.Module):
     def __init__(self, network: nn.Module, losses: tuple[LossTerm, ...], teacher: NetworkTeacher | None) -> None:
         super().__init__()
         self.network, self.losses, self.config = network, losses, network.config
+        self.observed = ObservedNetwork(network)
+        self.intervention: str | None = None  # which intermediate outputs the teacher's replace in the next passes
         self._teacher = [teacher]  # in a list: its parameters are none of this module's
 
     def inputs(self, batch: Batch) -> Batch:
@@ -373,15 +407,18 @@ class Student(nn.Module):
     def forward(self, **batch: Tensor) -> Any:
         batch.pop("use_cache", None)
         if not self.training:
-            return self.network(**batch)
+            return self.observed(batch)
         teacher = self._teacher[0]
         taught = None
         if teacher is not None:
             with torch.no_grad():
                 taught = teacher.outputs(self, batch)
-        outputs = self.network(**batch)
+        outputs = self.observed(batch, self.intervention, taught)
         terms = [term.weight * term.compute(outputs, taught, batch) for term in self.losses]
-        return SimpleNamespace(loss=sum(terms) + self.penalty(), logits=outputs.logits)
+        loss: Any = sum(terms) + self.penalty()
+        if outputs.intermediates:
+            loss = loss + 0 * outputs.logits.sum()  # DDP waits for a gradient of the head, too
+        return NetworkOutputs(outputs.logits, loss)
 
     def penalty(self) -> Tensor | float:
         """Return the sum of the layers' own terms of the loss."""

@@ -28,6 +28,7 @@ class LossTerm(Registered, ABC):
     paper: ClassVar[str]
     summary: ClassVar[str]
     needs_teacher: ClassVar[bool] = True
+    intermediates: ClassVar[tuple[str, ...]] = ()  # names in intermediates.py of what it compares besides the logits
     weight: float
 
     @abstractmethod
@@ -57,7 +58,10 @@ class Labels(LossTerm):
 @LOSSES.register("logits", paper="Hinton et al., 2015 (arXiv 1503.02531)")
 @dataclass(frozen=True)
 class Logits(LossTerm):
-    """KL divergence from the teacher's distribution, averaged over samples or tokens."""
+    """KL divergence from the teacher's distribution, averaged over samples or tokens.
+
+    A regression has one logit and no distribution: its loss is the mean squared error.
+    """
 
     weight: float = 1.0
     temperature: float = 1.0
@@ -66,8 +70,10 @@ class Logits(LossTerm):
         within("logits", "temperature", self.temperature, 0.01, 100.0)
 
     def compute(self, student: Any, teacher: Any, batch: Batch) -> Tensor:
+        if student.logits.shape[-1] == 1:
+            return F.mse_loss(student.logits.float(), teacher.logits.detach().float())
         divergence = kl_divergence(teacher.logits, student.logits, self.temperature)
-        return self.temperature**2 * _mean_over_tokens(divergence, batch)
+        return self.temperature**2 * mean_over_tokens(divergence, batch)
 
 
 @LOSSES.register("cosine", paper="Boo et al., 2021 (SPEQ, arXiv 2009.14502)")
@@ -86,7 +92,7 @@ class Cosine(LossTerm):
 
     def compute(self, student: Any, teacher: Any, batch: Batch) -> Tensor:
         ours, theirs = (F.softmax(out.logits.float() / self.temperature, dim=-1) for out in (student, teacher))
-        return _mean_over_tokens(1 - F.cosine_similarity(ours, theirs.detach(), dim=-1), batch)
+        return mean_over_tokens(1 - F.cosine_similarity(ours, theirs.detach(), dim=-1), batch)
 
 
 @LOSSES.register("token-scaled-logits", paper="Kim et al., 2023 (TSLD, arXiv 2308.06744)")
@@ -129,10 +135,10 @@ def kl_divergence(teacher: Tensor, student: Tensor, temperature: float) -> Tenso
     return (theirs.exp() * (theirs - ours)).sum(-1)
 
 
-def _mean_over_tokens(values: Tensor, batch: Batch) -> Tensor:
+def mean_over_tokens(values: Tensor, batch: Batch) -> Tensor:
     """Average over samples [batch], or over the tokens [batch, tokens] that are no padding."""
     mask = batch.get("attention_mask")
-    if values.dim() < 2 or mask is None:
+    if mask is None or values.shape != mask.shape:
         return values.mean()
     kept = mask.to(values.dtype)
     return (values * kept).sum() / kept.sum().clamp(min=1)

@@ -33,7 +33,7 @@ class StochasticPrecisionTeacher(NetworkTeacher):
         drawn = torch.rand(len(layers)) < self.probability
         bits = {path: self.high_bits for path, high in zip(layers, drawn.tolist(), strict=True) if high}
         with input_bits(student.network, bits), frozen_running_statistics(student.network):
-            return student.network(**batch)
+            return student.observed(batch)
 
 
 @METHODS.register("speq", paper="Boo et al., 2021 (SPEQ, arXiv 2009.14502)", needs=("calibration data",))

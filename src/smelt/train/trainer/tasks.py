@@ -46,6 +46,7 @@ class TrainingTask:
     forward_kwargs: dict[str, Any] = field(default_factory=dict)  # of every call of the network
     metadata: dict[str, Any] = field(default_factory=dict)  # for run.json
     log_values: Callable[[], dict[str, float]] = dict  # added to the log entry of each step
+    on_step: Callable[[int], None] = lambda step: None  # called before each step with its number, from 0
     saves_model: bool = True  # at the end; false: whoever runs it goes on with the network in memory
 
     @property

@@ -115,6 +115,7 @@ class Trainer:
         config, progress = self.config, self.progress
         lr = lr_at(progress.step, config.steps, config.optimizer.lr, config.schedule)
         set_lr(self.optimizer, lr)
+        self.task.on_step(progress.step)
         losses = [self._forward_backward(micro_step) for micro_step in range(config.gradient_accumulation_steps)]
         with self.timer.phase("optimizer"):
             self.gradient_sync.resolve_deferred()  # so that the traffic is known
