@@ -1,5 +1,5 @@
 """Training at low precision: quantizers, losses and teachers, and one file per method; importing it registers them."""
 
-from smelt.compression.distillation import qat, speq, tsld
+from smelt.compression.distillation import qail, qat, speq, sqil, tsld
 
-__all__ = ["qat", "speq", "tsld"]
+__all__ = ["qail", "qat", "speq", "sqil", "tsld"]
