@@ -21,6 +21,7 @@ EXTRAS = {
     "datasets": ("datasets",),
     "images": ("PIL",),
     "audio": ("soundfile",),
+    "policies": ("gymnasium",),
     "compressed-tensors": ("compressed_tensors",),
     "harness": ("lm_eval",),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),

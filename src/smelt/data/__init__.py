@@ -1,4 +1,5 @@
-"""Load text, labeled and multiple-choice data and images from files, the hub or the built-in set, and batch them."""
+"""Load text, labeled and multiple-choice data, images and demonstrations from files, the hub or the built-in set, and
+batch them; name environments."""
 
 from __future__ import annotations
 
@@ -6,6 +7,14 @@ import warnings
 from pathlib import Path
 
 from smelt.data.batches import Batch, image_batches, labeled_batches, text_batches
+from smelt.data.demonstrations import (
+    Demonstrations,
+    demonstration_batches,
+    has_demonstrations,
+    load_demonstrations,
+)
+from smelt.data.environments import PREFIX as ENVIRONMENT_PREFIX
+from smelt.data.environments import Environment, load_environment
 from smelt.data.files import TEXT_SUFFIXES, Row, column_names, read_rows, suffix_of
 from smelt.data.hub import is_hub, read_hub
 from smelt.data.image_files import (
@@ -31,6 +40,8 @@ from smelt.errors import DataError
 
 __all__ = [
     "Batch",
+    "Demonstrations",
+    "Environment",
     "LabeledData",
     "LabeledImages",
     "MultipleChoiceData",
@@ -38,6 +49,7 @@ __all__ = [
     "PromptData",
     "SpeechData",
     "TextData",
+    "demonstration_batches",
     "image_batches",
     "labeled_batches",
     "load_choices",
@@ -48,7 +60,7 @@ __all__ = [
     "text_batches",
 ]
 
-KINDS = ("text", "labeled", "choices", "images", "speech")
+KINDS = ("text", "labeled", "choices", "images", "speech", "demonstrations", "environment")
 _OLD_KINDS = {"labelled": "labeled"}  # the spelling before 0.2
 
 
@@ -60,10 +72,10 @@ def load_data(
     pair: str | None = None,
     label: str | None = None,
     split: str = "evaluation",
-) -> TextData | LabeledData | MultipleChoiceData | LabeledImages | SpeechData:
+) -> TextData | LabeledData | MultipleChoiceData | LabeledImages | SpeechData | Demonstrations | Environment:
     """Load data as `kind`, or as its columns suggest: speech, images, multiple choice, labeled, else text.
 
-    A folder and a NumPy archive hold images.
+    A folder holds images, a NumPy archive images or demonstrations; `gym:NAME` is an environment.
     """
     source = resolve_source(source, split)
     if kind in _OLD_KINDS:
@@ -72,16 +84,23 @@ def load_data(
         kind = _OLD_KINDS[kind]
     if kind is not None and kind not in KINDS:
         raise DataError(f"There is no kind of data '{kind}': expected one of {', '.join(KINDS)}.")
+    if str(source).startswith(ENVIRONMENT_PREFIX):
+        _check_kind(source, "environment", kind)
+        return load_environment(str(source))
     path = Path(source)
+    if suffix_of(path) == ".npz" and (kind == "demonstrations" or has_demonstrations(path)):
+        _check_kind(source, "demonstrations", kind)
+        return load_demonstrations(path)
     if path.is_dir() or suffix_of(path) == ".npz":
-        if kind not in (None, "images"):
-            raise DataError(f"{source} holds images and cannot be read as {kind} data.")
+        _check_kind(source, "images", kind)
         return load_image_folder(path, split) if path.is_dir() else load_image_archive(path, split)
     if str(source) == "default" or (suffix_of(Path(source)) in TEXT_SUFFIXES and not is_hub(str(source))):
         if kind not in (None, "text"):
             raise DataError(f"{source} is plain text: it has no rows to read as {kind} data.")
         return load_text(source, column=text, split=split)
     rows = read_hub(str(source), split) if is_hub(str(source)) else read_rows(Path(source))
+    if kind in ("demonstrations", "environment"):
+        raise DataError(f"{source} is a table: demonstrations are a NumPy archive (.npz), an environment is gym:NAME.")
     kind = kind or _kind_of_content(rows) or _guess_kind(column_names(rows), label)
     if kind == "speech":
         return speech_from_rows(rows, str(source), path.parent, text=text)
@@ -101,6 +120,11 @@ def load_prompts(source: str | Path, *, column: str | None = None, split: str = 
         raise DataError(f"{source} is plain text: give rows with prompts, in a column prompt, messages or chosen.")
     rows = read_hub(str(source), split) if is_hub(str(source)) else read_rows(Path(source))
     return prompts_from_rows(rows, str(source), column)
+
+
+def _check_kind(source: str | Path, actual: str, requested: str | None) -> None:
+    if requested not in (None, actual):
+        raise DataError(f"{source} holds {actual} and cannot be read as {requested} data.")
 
 
 def _kind_of_content(rows: list[Row]) -> str | None:

@@ -77,16 +77,16 @@ def _read_archive(path: Path, split: str) -> tuple[np.ndarray, np.ndarray] | Non
         names = {name.removesuffix(".npy") for name in archive.namelist()}
         budget = DecodedBytes(path)
         if {f"x_{split}", f"y_{split}"} <= names:
-            return _read_member(archive, f"x_{split}", budget), _read_member(archive, f"y_{split}", budget)
+            return read_member(archive, f"x_{split}", budget), read_member(archive, f"y_{split}", budget)
         if {"images", "labels"} <= names:
             if split != "train":
                 return None
-            return _read_member(archive, "images", budget), _read_member(archive, "labels", budget)
+            return read_member(archive, "images", budget), read_member(archive, "labels", budget)
     expected = f"x_{split} and y_{split}, or images and labels"
     raise DataError(f"{path} has the arrays {list_names(sorted(names))}: expected {expected}.")
 
 
-def _read_member(archive: zipfile.ZipFile, name: str, budget: DecodedBytes) -> np.ndarray:
+def read_member(archive: zipfile.ZipFile, name: str, budget: DecodedBytes) -> np.ndarray:
     """Read one array of an archive, after comparing the shape in its header with the size of the member."""
     size = archive.getinfo(f"{name}.npy").file_size
     budget.add(size)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from smelt.data.demonstrations import Demonstrations
+from smelt.data.environments import Environment
 from smelt.data.image_files import LabeledImages
 from smelt.data.labeled import LabeledData
 from smelt.data.multiple_choice import MultipleChoiceData
@@ -17,7 +19,9 @@ NGRAM = 13  # words, as in the contamination study of GPT-3 (Brown et al., 2020)
 _MAX_CHARACTERS = 10**8  # of each data set; the rest is not looked at
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, from the golden ratio
 
-Data = TextData | LabeledData | MultipleChoiceData | LabeledImages | SpeechData | PromptData
+Data = (
+    TextData | LabeledData | MultipleChoiceData | LabeledImages | SpeechData | PromptData | Demonstrations | Environment
+)
 
 
 def overlap(evaluation: Data, calibration: Data) -> float:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from smelt.data import LabeledData, LabeledImages, MultipleChoiceData, SpeechData, TextData
+from smelt.data import Demonstrations, Environment, LabeledData, LabeledImages, MultipleChoiceData, SpeechData, TextData
 from smelt.errors import DataError
 from smelt.measure.eval_result import EvalResult, meets_threshold
 from smelt.measure.images import evaluate_images, is_zero_shot
 from smelt.measure.multiple_choice import evaluate_multiple_choice
 from smelt.measure.perplexity import perplexity
+from smelt.measure.policies import demonstrations_metric, evaluate_demonstrations, evaluate_episodes
 from smelt.measure.speech import evaluate_speech
 from smelt.measure.task import evaluate_task
 from smelt.models.model import Model
@@ -17,7 +18,7 @@ from smelt.progress import NullProgress, Progress, progress_bars
 
 __all__ = ["EvalResult", "evaluate", "measure_quality", "meets_threshold"]
 
-Data = TextData | LabeledData | MultipleChoiceData | LabeledImages | SpeechData
+Data = TextData | LabeledData | MultipleChoiceData | LabeledImages | SpeechData | Demonstrations | Environment
 
 _DATA_FOR_TASK = {
     "language": (TextData, MultipleChoiceData),
@@ -25,6 +26,7 @@ _DATA_FOR_TASK = {
     "embedding": (LabeledData,),
     "images": (LabeledImages,),
     "speech": (SpeechData,),
+    "policy": (Environment, Demonstrations),
 }
 _NAMES = {
     TextData: "plain text",
@@ -32,12 +34,15 @@ _NAMES = {
     MultipleChoiceData: "multiple-choice rows",
     LabeledImages: "images",
     SpeechData: "recordings",
+    Demonstrations: "demonstrations",
+    Environment: "an environment",
 }
 
 
 def evaluate(model: Model, data: Data, *, metric: str | None = None, **settings: Any) -> EvalResult:
-    """Measure perplexity on text, accuracy on multiple choice, WER on recordings, or `metric` on labeled rows or
-    images, passing on `settings`. Progress is shown unless `progress` says otherwise."""
+    """Measure perplexity on text, accuracy on multiple choice, WER on recordings, the return in an environment, or
+    `metric` on labeled rows, images or demonstrations, passing on `settings`. Progress is shown unless `progress` says
+    otherwise."""
     _check_fit(model, data)
     if "progress" not in settings:
         with progress_bars() as progress:
@@ -48,11 +53,16 @@ def evaluate(model: Model, data: Data, *, metric: str | None = None, **settings:
         return evaluate_images(model, data, metric=metric, **settings)
     if isinstance(data, LabeledData):
         return evaluate_task(model, data, metric=metric, **settings)
-    supported = "perplexity" if isinstance(data, TextData) else "accuracy"
+    if isinstance(data, Demonstrations):
+        return evaluate_demonstrations(model, data, metric=metric, **settings)
+    supported = expected_metric(data)
     if metric not in (None, supported):
         raise DataError(f"The metric '{metric}' does not fit {_NAMES[type(data)]}: use {supported}.")
     if isinstance(data, TextData):
         return perplexity(model, data, **settings)
+    if isinstance(data, Environment):
+        settings.pop("batch_size", None)  # all episodes run as one batch
+        return evaluate_episodes(model, data, **settings)
     return evaluate_multiple_choice(model, data, **settings)
 
 
@@ -64,6 +74,10 @@ def expected_metric(data: Data, metric: str | None = None) -> str:
         return "accuracy"
     if isinstance(data, SpeechData):
         return "wer"
+    if isinstance(data, Environment):
+        return "return"
+    if isinstance(data, Demonstrations):
+        return demonstrations_metric(data)
     if isinstance(data, LabeledImages):
         return metric or "accuracy"
     return metric or ("spearman" if data.regression else "accuracy")

@@ -30,12 +30,13 @@ POWER = 0.8
 # (benchmarks/gate_coverage.py).
 _ERROR_SHARE = 0.85
 _MAX_ITEMS_NEEDED = 10**9
+RELATIVE_METRICS = ("perplexity", "return", "mse")  # their margin is relative to the base model's value
 _MARGIN = re.compile(r"(\d+(?:\.\d+)?|\.\d+) *(pt|%)")
 
 
 @dataclass(frozen=True)
 class Margin:
-    """The drop at which a model is no longer acceptable: points of a score, or percent of the base perplexity."""
+    """The drop at which a model is no longer acceptable: points of a score, or percent of the base model's value."""
 
     value: float  # a fraction: 0.01 for 1pt and for 1%
     unit: Literal["pt", "%"]
@@ -64,7 +65,8 @@ class Margins:
 
 @dataclass(frozen=True)
 class GateResult:
-    """The verdict on one metric. Drop, bounds and margin are fractions: 0.01 is 1pt of a score, or 1% of perplexity."""
+    """The verdict on one metric. Drop, bounds and margin are fractions: 0.01 is 1pt of a score, or 1% of perplexity
+    or of the magnitude of a return."""
 
     metric: str
     data: str
@@ -121,8 +123,9 @@ def parse_margins(texts: Iterable[str]) -> Margins:
         metric, equals, amount = text.rpartition("=")
         margin = _parse_margin(amount.strip(), text)
         metric = metric.strip()
-        if equals and metric not in (*METRICS, "perplexity"):
-            raise ConfigError(f"--max-drop names no metric {metric!r}; use one of {', '.join(METRICS)}, perplexity.")
+        known = (*METRICS, *RELATIVE_METRICS)
+        if equals and metric not in known:
+            raise ConfigError(f"--max-drop names no metric {metric!r}; use one of {', '.join(known)}.")
         if equals and margin.unit != _unit(metric):
             Margins({}, {margin.unit: margin}).of(metric)  # raises
         target, key = (by_metric, metric) if equals else (general, margin.unit)
@@ -143,7 +146,7 @@ def _parse_margin(amount: str, text: str) -> Margin:
 
 
 def _unit(metric: str) -> Literal["pt", "%"]:
-    return "%" if metric == "perplexity" else "pt"
+    return "%" if metric in RELATIVE_METRICS else "pt"
 
 
 def gate(
@@ -156,7 +159,9 @@ def gate(
         raise ConfigError(f"the margin of {new.metric} is written in {_unit(new.metric)}, not {margin.unit}.")
     quantiles = paired_quantiles(new, base, resamples, seed)
     level = bound_level(confidence)
-    drop, lower, bound = _drops(new, base, quantiles, level)
+    drops = _drops(new, base, quantiles, level)
+    relative = margin.unit == "%" and quantiles.ratio is None
+    drop, lower, bound = _relative(drops, base) if relative else drops
     verdict, needed = _verdict(new, base, quantiles, (drop, lower, bound), margin.value, level)
     return GateResult(
         metric=new.metric,
@@ -190,6 +195,13 @@ def _drops(new: EvalResult, base: EvalResult, quantiles: PairedQuantiles, level:
     if not new.higher_is_better:
         return new.value - base.value, quantiles.difference(1 - level), quantiles.difference(level)
     return base.value - new.value, -quantiles.difference(level), -quantiles.difference(1 - level)
+
+
+def _relative(drops: tuple[float, float, float], base: EvalResult) -> tuple[float, float, float]:
+    """Return drops relative to the magnitude of the base model's value, which may be negative as a return."""
+    unit = abs(base.value) or math.nan
+    drop, lower, bound = drops
+    return drop / unit, lower / unit, bound / unit
 
 
 def _verdict(

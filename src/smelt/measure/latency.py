@@ -12,6 +12,7 @@ from torch import Tensor
 
 from smelt.errors import ModelError
 from smelt.measure.clock import stopwatch, time_call
+from smelt.models.inputs import random_inputs
 from smelt.models.model import Model
 
 __all__ = ["Latency", "LatencyComparison", "compare_latency", "decode_latency", "latency", "time_call"]
@@ -24,7 +25,8 @@ _RESAMPLES = 2000
 class Latency:
     """Median and interquartile range of the timed calls, with the settings they depend on.
 
-    `length` is the number of tokens per row; an image counts as one, so `tokens_per_second` then counts images.
+    `length` is the number of tokens per row; an image and an observation count as one, so `tokens_per_second` then
+    counts these.
     """
 
     median_ms: float
@@ -60,7 +62,7 @@ def latency(
     min_seconds: float = 0.0,
     seed: int = 0,
 ) -> Latency:
-    """Time one forward over random token ids, or random pixels for image models."""
+    """Time one forward over random token ids, random pixels for image models, or random observations for policies."""
     with _inference(model):
         forward = _forward(model, batch, length, seed)
         seconds = time_call(forward, warmup=warmup, repeats=repeats, min_seconds=min_seconds, device=model.device)
@@ -141,6 +143,9 @@ def _forward(model: Model, batch: int, length: int, seed: int) -> Callable[[], o
     if _takes_images(model):
         pixels = _pixels(model, batch, seed)
         return lambda: network(pixel_values=pixels)
+    if model.task == "policy":
+        inputs = {name: tensor.to(model.device) for name, tensor in random_inputs(network, batch).items()}
+        return lambda: network(**inputs)
     _check_length(model, length)
     token_ids = _token_ids(model, batch, length, seed)
     if model.task == "language":
@@ -182,7 +187,7 @@ def _takes_images(model: Model) -> bool:
 
 
 def _length(model: Model, length: int) -> int:
-    return 1 if _takes_images(model) else length
+    return 1 if _takes_images(model) or model.task == "policy" else length
 
 
 def _check_decoding(model: Model, length: int) -> None:

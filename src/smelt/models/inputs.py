@@ -42,6 +42,8 @@ def random_inputs(network: PreTrainedModel, batch: int = 2, length: int = 24) ->
         inputs["input_features"] = torch.randn(batch, config.num_mel_bins, frames, generator=generator)
     elif name == "input_values":  # waveform
         inputs["input_values"] = torch.randn(batch, 4000, generator=generator)
+    elif name == "observations":
+        inputs["observations"] = torch.randn(batch, config.observation_size, generator=generator)
     if name == "input_ids":
         length = min(length, (getattr(text, "max_position_embeddings", None) or length + 2) - 2)
         ids = torch.randint(text.vocab_size, (batch, max(length, 1)), generator=generator)

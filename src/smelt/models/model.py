@@ -22,6 +22,7 @@ _TASK_OF_HEAD = {
     "ForImageClassification": "images",
     "ForMaskedLM": "masked-language",
     "ForCTC": "speech",
+    "Policy": "policy",
 }
 
 
@@ -48,8 +49,8 @@ class Model:
 
     @property
     def task(self) -> str:
-        """The task of the head: language, classification, images, masked-language, sequence-to-sequence, speech, or
-        embedding (no head)."""
+        """The task of the head: language, classification, images, masked-language, sequence-to-sequence, speech,
+        policy, or embedding (no head)."""
         name = type(self.network).__name__
         if name.endswith("ForConditionalGeneration"):  # a vision-language model continues text like a language model
             if not self.network.config.is_encoder_decoder:

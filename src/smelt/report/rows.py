@@ -51,8 +51,8 @@ def factor(ratio: float) -> str:
 
 def relative_change(before: float, after: float) -> str:
     """Format the relative change in percent; empty if it is undefined or not finite."""
-    ratio = after / before if before else math.nan
-    return numbers.percent(ratio - 1) if math.isfinite(ratio) else ""
+    change = (after - before) / abs(before) if before else math.nan
+    return numbers.percent(change) if math.isfinite(change) else ""
 
 
 def speedup(entry: Run) -> float:

@@ -1,5 +1,15 @@
 """Training at low precision: quantizers, losses and teachers, and one file per method; importing it registers them."""
 
-from smelt.compression.distillation import efficientqat, feature_losses, qat, qdpo, speq, teacher_intervention, tsld
+from smelt.compression.distillation import (
+    efficientqat,
+    feature_losses,
+    qail,
+    qat,
+    qdpo,
+    speq,
+    sqil,
+    teacher_intervention,
+    tsld,
+)
 
-__all__ = ["efficientqat", "feature_losses", "qat", "qdpo", "speq", "teacher_intervention", "tsld"]
+__all__ = ["efficientqat", "feature_losses", "qail", "qat", "qdpo", "speq", "sqil", "teacher_intervention", "tsld"]

@@ -49,7 +49,7 @@ from smelt.compression.distillation.intermediates import (
     check_observable,
     check_observation,
 )
-from smelt.compression.distillation.losses import Labels, LossTerm
+from smelt.compression.distillation.losses import SAMPLE_WEIGHTS, Labels, LossTerm
 from smelt.compression.distillation.quantizers import ActivationQuantizer, WeightQuantizer
 from smelt.compression.distillation.quantizers.minmax import MinMax
 from smelt.compression.distillation.samples import Samples
@@ -151,6 +151,10 @@ class QuantizationAwareTraining(Method):
         """Return what computes the teacher's outputs, before layers of the model are replaced."""
         return None
 
+    def weigh_samples(self, samples: Batch, teacher: NetworkTeacher | None) -> Tensor | None:
+        """Return a weight for each training sample, [samples], for the terms of the loss that use weights."""
+        return None
+
     def check(self, anatomy: Anatomy) -> None:
         if quantized_layers(anatomy.network):
             raise ModelError("this model is quantized already; train the model it was made from.")
@@ -218,8 +222,10 @@ class QuantizationAwareTraining(Method):
         if self.gradient_checkpointing:
             _enable_gradient_checkpointing(network)
         init_activations(network, first)
+        if (sample_weights := self.weigh_samples(train.tensors, teacher)) is not None:
+            train.tensors[SAMPLE_WEIGHTS] = sample_weights
         task = TrainingTask(
-            student, train, validation, model.task in ("images", "classification"), saves_model=False,
+            student, train, validation, _has_accuracy(model), saves_model=False,
             log_values=partial(_mean_learned, network),
             on_step=lambda step: setattr(student, "intervention", self.intervention(step)),
         )  # fmt: skip
@@ -294,6 +300,8 @@ class QuantizationAwareTraining(Method):
         losses: list[float] = [entry["loss"] for entry in log]
         evaluations = {entry["step"]: entry["evaluation"] for entry in log if "evaluation" in entry}
         selected = best.step if self.select == "best" else config.steps
+        if model.task == "policy":
+            evaluations[selected].pop("perplexity", None)
         return {
             "steps": config.steps,
             "selected_step": selected,
@@ -402,18 +410,19 @@ class Student(nn.Module):
 
     def inputs(self, batch: Batch) -> Batch:
         """Return the part of a batch that is passed to the network."""
-        return batch
+        return {name: tensor for name, tensor in batch.items() if name != SAMPLE_WEIGHTS}
 
     def forward(self, **batch: Tensor) -> Any:
         batch.pop("use_cache", None)
         if not self.training:
             return self.observed(batch)
+        inputs = self.inputs(batch)
         teacher = self._teacher[0]
         taught = None
         if teacher is not None:
             with torch.no_grad():
-                taught = teacher.outputs(self, batch)
-        outputs = self.observed(batch, self.intervention, taught)
+                taught = teacher.outputs(self, inputs)
+        outputs = self.observed(inputs, self.intervention, taught)
         terms = [term.weight * term.compute(outputs, taught, batch) for term in self.losses]
         loss: Any = sum(terms) + self.penalty()
         if outputs.intermediates:
@@ -436,6 +445,11 @@ def process_group(device: torch.device) -> Iterator[None]:
         yield
     finally:
         distributed.destroy_process_group()
+
+
+def _has_accuracy(model: Model) -> bool:
+    discrete = getattr(model.network.config, "action_space", None) == "discrete"
+    return model.task in ("images", "classification") or discrete
 
 
 def _learned(network: nn.Module) -> dict[str, list[float]]:

@@ -20,6 +20,7 @@ from smelt.errors import RecipeError
 from smelt.registry import Registered, Registry
 
 IGNORED = -100  # label of a position that counts for no loss
+SAMPLE_WEIGHTS = "sample_weights"  # of a batch: how much each sample counts, [batch]
 
 
 class LossTerm(Registered, ABC):
@@ -116,6 +117,23 @@ class TokenScaledLogits(LossTerm):
         scales = token_weights(theirs, labels, self.temperature)
         cross_entropy = -(F.softmax(theirs, dim=-1) * F.log_softmax(ours, dim=-1)).sum(-1)
         return (scales * cross_entropy).sum(-1).mean()
+
+
+@LOSSES.register("qbc", paper="Park et al., 2024 (QAIL, arXiv 2412.01034)")
+@dataclass(frozen=True)
+class Qbc(LossTerm):
+    """Mean squared difference from the teacher's outputs: logits of discrete actions, or the continuous action.
+
+    Samples count by their weights, if a method gives them some (SQIL).
+    """
+
+    weight: float = 1.0
+
+    def compute(self, student: Any, teacher: Any, batch: Batch) -> Tensor:
+        differences = (student.logits.float() - teacher.logits.detach().float()).square().mean(-1)
+        if SAMPLE_WEIGHTS in batch:
+            differences = differences * batch[SAMPLE_WEIGHTS].view(-1, *[1] * (differences.dim() - 1))
+        return mean_over_tokens(differences, batch)
 
 
 def token_weights(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:

@@ -13,7 +13,16 @@ import numpy as np
 import yaml
 
 from smelt.compression.passport.document import PASSPORT
-from smelt.data import LabeledData, LabeledImages, MultipleChoiceData, PromptData, SpeechData, TextData
+from smelt.data import (
+    Demonstrations,
+    Environment,
+    LabeledData,
+    LabeledImages,
+    MultipleChoiceData,
+    PromptData,
+    SpeechData,
+    TextData,
+)
 from smelt.errors import ModelError
 from smelt.fingerprint import fingerprint_of
 from smelt.measure.evaluate import Data
@@ -71,6 +80,8 @@ def describe_data(data: Data | PromptData | None) -> dict[str, Any] | None:
         LabeledImages: "images",
         SpeechData: "speech",
         PromptData: "prompts",
+        Demonstrations: "demonstrations",
+        Environment: "environment",
     }
     return {"name": data.name, "kind": kinds[type(data)], "items": items, "sha256": digest.hexdigest()}
 
@@ -109,6 +120,11 @@ def _items(data: Data | PromptData) -> Iterator[tuple[Any, ...]]:
         for index in range(len(data)):
             label = None if data.labels is None else int(data.labels[index])
             yield hashlib.sha256(data.content(index)).hexdigest(), label
+    elif isinstance(data, Demonstrations):
+        for observation, action in zip(data.observations, data.actions, strict=True):
+            yield observation.tobytes().hex(), action.tobytes().hex()
+    elif isinstance(data, Environment):
+        yield from ((data.id, seed) for seed in range(data.episodes))
     elif isinstance(data, SpeechData):
         for index in range(len(data)):
             yield hashlib.sha256(data.content(index)).hexdigest(), data.texts[index]

@@ -12,12 +12,15 @@ import torch
 from smelt.compression.recipe.recipe import CalibrationSettings, EvaluationSettings, Recipe
 from smelt.data import (
     Batch,
+    Demonstrations,
+    Environment,
     LabeledData,
     LabeledImages,
     MultipleChoiceData,
     PromptData,
     SpeechData,
     TextData,
+    demonstration_batches,
     image_batches,
     labeled_batches,
     load_data,
@@ -28,12 +31,13 @@ from smelt.data.batches import pad_batch, padding_token_id
 from smelt.data.overlap import overlap
 from smelt.errors import DataError, RecipeError
 from smelt.measure.evaluate import Data
+from smelt.measure.policies import check_demonstrations
 from smelt.measure.task import model_labels
 from smelt.models.chat_template import ChatTemplateRenderer
 from smelt.models.generation import generate_text
 from smelt.models.model import Model
 
-CalibrationData = TextData | LabeledData | LabeledImages | PromptData
+CalibrationData = TextData | LabeledData | LabeledImages | PromptData | Demonstrations
 
 MAX_OVERLAP = 0.01  # fraction of the evaluation data; texts of one kind share some phrases
 GENERATED = "generated"  # the source of text that the model generates itself
@@ -47,7 +51,7 @@ def needs_data(recipe: Recipe) -> bool:
 
 def calibration_data(recipe: Recipe, model: Model) -> CalibrationData:
     """Load all data that calibration may draw from, and check that the model can use it."""
-    if model.task != "images" and model.tokenizer is None:
+    if model.task not in ("images", "policy") and model.tokenizer is None:
         raise DataError("this model has no tokenizer, so it cannot be calibrated on text; use a method without data.")
     return usable_data(recipe, model)
 
@@ -61,6 +65,11 @@ def check_data(recipe: Recipe, skeleton: Model) -> Data | None:
         raise DataError(
             f"{calibrated} needs calibration data, and there are no default images: name a folder of images with "
             "--data, or use a method that needs no data, such as rtn, hqq or magnitude."
+        )
+    if skeleton.task == "policy" and recipe.data.source == "default":
+        raise DataError(
+            f"{calibrated} needs demonstrations, and there are no default ones: name a NumPy archive of observations "
+            "and actions with --data."
         )
     if skeleton.task == "images":
         skeleton.check_image_processor()
@@ -94,6 +103,8 @@ def load_calibration_data(settings: CalibrationSettings, model: Model) -> Calibr
         raise DataError(
             f"{settings.source} holds recordings, which calibration cannot use yet; use --eval-data and rtn."
         )
+    if isinstance(data, Environment):
+        raise DataError(f"{settings.source} is an environment, which evaluation can use; give demonstrations (.npz).")
     _check_data_type(model, data, settings.source)
     if isinstance(data, LabeledData) and model.task == "classification":
         return _labels_for_loss(model, data)
@@ -121,7 +132,7 @@ def split(recipe: Recipe, data: CalibrationData) -> tuple[CalibrationData, Data 
         return data, None
     if isinstance(data, PromptData):
         return data, None  # there is no metric on prompts
-    if isinstance(data, LabeledData | LabeledImages):
+    if isinstance(data, LabeledData | LabeledImages | Demonstrations):
         order = np.random.Generator(np.random.PCG64(0)).permutation(len(data))
         num_held_out = max(1, int(len(data) * HELD_OUT))
         if num_held_out >= len(data):
@@ -160,14 +171,16 @@ def _measurable(model: Model, data: Data) -> bool:
     """Whether there is a metric for this kind of model on this kind of data."""
     if isinstance(data, LabeledImages):
         return model.task == "images" and data.labels is not None
+    if isinstance(data, Demonstrations):
+        return model.task == "policy"
     if isinstance(data, LabeledData):
         return model.task == "classification" or (model.task == "embedding" and data.second is not None)
     return model.task == "language"
 
 
 def calibration_batches(settings: CalibrationSettings, data: CalibrationData, model: Model, seed: int) -> list[Batch]:
-    """Return windows of text of exactly `seq_len` tokens, labeled rows truncated to the model's context length, or
-    images."""
+    """Return windows of text of exactly `seq_len` tokens, labeled rows truncated to the model's context length,
+    images, or steps of demonstrations."""
     assert settings.batch_size is not None
     if isinstance(data, LabeledImages):
         samples, dtype = min(settings.samples, len(data)), next(model.network.parameters()).dtype
@@ -175,6 +188,8 @@ def calibration_batches(settings: CalibrationSettings, data: CalibrationData, mo
             data, model.prepare_images, samples=samples, batch_size=settings.batch_size, seed=seed
         )  # fmt: skip
         return [{**batch, "pixel_values": batch["pixel_values"].to(dtype)} for batch in drawn]
+    if isinstance(data, Demonstrations):
+        return demonstration_batches(data, samples=settings.samples, batch_size=settings.batch_size, seed=seed)
     assert model.tokenizer is not None
     longest = getattr(model.network.config, "max_position_embeddings", settings.seq_len)
     if isinstance(data, LabeledData):
@@ -256,6 +271,13 @@ def _check_context(settings: CalibrationSettings, model: Model) -> None:
 
 
 def _check_data_type(model: Model, data: CalibrationData, source: str) -> None:
+    if isinstance(data, Demonstrations) != (model.task == "policy"):
+        if model.task == "policy":
+            raise DataError(f"{source} holds no demonstrations, but this is a policy: give a NumPy archive (.npz).")
+        raise DataError(f"{source} holds demonstrations for a policy, but this is a model for {model.task}.")
+    if isinstance(data, Demonstrations):
+        check_demonstrations(model, data)
+        return
     if isinstance(data, LabeledImages) != (model.task == "images"):
         if model.task == "images":
             raise DataError(f"{source} holds no images, but this is an image model: give a folder of images.")

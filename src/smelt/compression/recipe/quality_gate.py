@@ -12,7 +12,7 @@ from smelt.errors import ConfigError, QualityGateError
 from smelt.files import json_text, write_atomically
 from smelt.measure.eval_result import EvalResult
 from smelt.measure.evaluate import Data, expected_metric
-from smelt.measure.gate import GateResult, gate, parse_margins
+from smelt.measure.gate import RELATIVE_METRICS, GateResult, gate, parse_margins
 from smelt.models.artifact import load_artifact
 from smelt.models.model import Model
 from smelt.report.page import write_report
@@ -42,19 +42,22 @@ def step_costs(
 ) -> list[dict[str, Any]]:
     """Measure the model after each step; return each step's record with its quality and the drop that it caused.
 
-    The drop of a score is a difference, that of perplexity relative to the model before the step.
+    The drop of a score is a difference, that of perplexity and of a return relative to the model before the step.
     """
     records = []
     value = before.value
     for position, step in enumerate(steps):
         last = position == len(steps) - 1
         quality = after if last else measure(load_artifact(work / f"step-{position}", device=device))
-        drop = value - quality.value if quality.higher_is_better else quality.value / value - 1
+        relative = quality.metric in RELATIVE_METRICS
+        drop = (value - quality.value if quality.higher_is_better else quality.value - value) / (
+            abs(value) if relative else 1.0
+        )
         measured = {
             "metric": quality.metric,
             "value": quality.value,
             "drop": drop,
-            "relative": quality.metric == "perplexity",
+            "relative": relative,
         }
         records.append({**step, "quality": measured})
         value = quality.value

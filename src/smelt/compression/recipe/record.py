@@ -62,8 +62,13 @@ def measure_size(model: Model, recipe: Recipe) -> dict[str, float]:
         "parameters": count_parameters(model.network),
         "block_parameters": block_parameters(anatomy),
         "bytes": count_bytes(model.network),
-        "macs": block_macs(anatomy, Workload(tokens=TIMED_TOKENS, image_size=_image_size(model))),
+        "macs": block_macs(anatomy, Workload(tokens=_tokens(model), image_size=_image_size(model))),
     }
+
+
+def _tokens(model: Model) -> int:
+    """Return the tokens for which MACs are counted; a policy reads one observation."""
+    return 1 if model.task == "policy" else TIMED_TOKENS
 
 
 def _image_size(model: Model) -> int:
@@ -87,7 +92,7 @@ def after_record(
     timings = []
     if speed and base is not None:
         length = min(TIMED_TOKENS, getattr(base.network.config, "max_position_embeddings", TIMED_TOKENS))
-        timings = [_timing(compare_latency(model, base, length=length, seed=recipe.seed), model.task == "images")]
+        timings = [_timing(compare_latency(model, base, length=length, seed=recipe.seed), model.task)]
     completions = [model.generate(prompt) for prompt in prompts]
     return After(measure_size(model, recipe), quality, comparison, predictions, timings, completions)
 
@@ -150,10 +155,11 @@ def _served(row: ThroughputRow) -> dict[str, Any]:
     return {"median_ms": 1e3 * row.streams / row.tokens_per_second, **asdict(row)}
 
 
-def _timing(comparison: LatencyComparison, images: bool) -> dict[str, Any]:
+def _timing(comparison: LatencyComparison, task: str) -> dict[str, Any]:
     new, base = comparison.new, comparison.base
+    inputs = {"images": "images", "policy": "observations"}.get(task, f"{new.length} tokens")
     return {
-        "name": f"forward, batch {new.batch}, " + ("images" if images else f"{new.length} tokens"),
+        "name": f"forward, batch {new.batch}, {inputs}",
         "device": new.device,
         "before": asdict(base),
         "after": asdict(new),
@@ -187,7 +193,7 @@ def run_record(
         "papers": [{"method": step.name, "citation": METHODS[step.name].paper} for step in recipe.steps],
     }
     images = model.task == "images"
-    record["size"]["macs"] |= {"image_size": _image_size(model)} if images else {"tokens": TIMED_TOKENS}
+    record["size"]["macs"] |= {"image_size": _image_size(model)} if images else {"tokens": _tokens(model)}
     if any(part.units != part.original_units for part in model.anatomy.parts):
         record["kept"] = kept_units(model)
     layers = {path: layer for step in steps for path, layer in step.get("layers", {}).items()}

@@ -266,7 +266,7 @@ class _Run:
                 f"{broken} of {self.source} contains NaN or infinity; a model must be sound to be compressed."
             )
         if not needs_data(self.recipe):
-            readable = model.tokenizer or model.image_processor
+            readable = model.tokenizer or model.image_processor or model.task == "policy"
             evaluation = evaluation_data(self.recipe, None, model) if readable else None
             self.passport.add_data(None, evaluation)
             return model, [], evaluation

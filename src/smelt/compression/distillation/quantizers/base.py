@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from smelt.compression.base import within
-from smelt.errors import FormatError, RecipeError
+from smelt.errors import DataError, FormatError, RecipeError
 from smelt.numerics.catalog import get_format
 from smelt.numerics.format import Format, QuantizedTensor, QuantParams
 from smelt.numerics.gradient import straight_through
@@ -136,7 +136,11 @@ class ActivationQuantizer(Registered, ABC):
 
     def check_input(self, x: Tensor, path: str) -> None:
         """Raise if the quantizer does not suit the inputs of a layer."""
-        return
+        if not self.signed and bool((x < 0).any()):
+            raise DataError(
+                f"the inputs of {path} have negative values, which unsigned {self.name} sets to zero; use pact, lsq or "
+                "minmax with `signed: true`."
+            )
 
 
 WEIGHT_QUANTIZERS: Registry[WeightQuantizer] = Registry("weight quantizer", key="quantizer", error=RecipeError)

@@ -15,7 +15,6 @@ from smelt.compression.distillation.quantizers.base import (
     check_bits,
     round_through,
 )
-from smelt.errors import DataError
 from smelt.numerics.gradient import straight_through
 
 GRADIENTS = ("pact", "cg", "plus")
@@ -60,9 +59,3 @@ class Pact(ActivationQuantizer):
 
     def penalty(self, learned: Learned) -> Tensor | float:
         return self.penalty_weight * learned["alpha"] ** 2
-
-    def check_input(self, x: Tensor, path: str) -> None:
-        if not self.signed and bool((x < 0).any()):
-            raise DataError(
-                f"the inputs of {path} have negative values, which one-sided PACT sets to zero; use `signed: true`."
-            )
