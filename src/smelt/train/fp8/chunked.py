@@ -47,7 +47,8 @@ def chunked_gemm(
     An operator of its own, so that its FLOPs can be counted.
     """
     accumulator = FloatFormat(FP16.exponent_bits, accumulator_bits, special="nan", subnormals=False)
-    return emulated_matmul(a, b.t(), accumulator, chunk_size or None, operands=FP8 if fp8_operands else None)
+    operands = FP8 if fp8_operands else None
+    return emulated_matmul(a, b.t(), accumulator, chunk_size or None, operands=operands, round_operands=False)
 
 
 @lru_cache(maxsize=4096)
