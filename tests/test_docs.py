@@ -28,6 +28,7 @@ from smelt.models import families
 from smelt.registry import Registry
 from smelt.serve.server.settings import ServeConfig
 from smelt.strict_yaml import load_yaml
+from smelt.train.trainer.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -130,6 +131,9 @@ def test_a_command_in_a_sentence_exists(page: Path) -> None:
 @pytest.mark.parametrize("text", all_blocks("yaml"))
 def test_a_configuration_is_accepted(text: str) -> None:
     content = load_yaml(text)
+    if "precision" in content:
+        parse(TrainConfig, {"model": "a-model", **content}, "the configuration")
+        return
     if "steps" not in content:
         assert parse(ServeConfig, content, "the server configuration") != ServeConfig()
         return

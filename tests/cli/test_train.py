@@ -48,6 +48,21 @@ def test_two_workers_train(tmp_path: Path) -> None:
     assert again.stderr.count("smelt: ") == 1 and "--resume" in again.stderr, again.stderr
 
 
+def test_a_baseline_is_trained_and_compared(tmp_path: Path) -> None:
+    config = written(tmp_path, 3)
+    command = [*SMELT, str(config), "--precision", "fp8", "--baseline", "bf16", "-o", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for folder, precision in (("run", "fp8"), ("run-bf16", "bf16")):
+        assert f'"precision": "{precision}"' in (tmp_path / folder / "run.json").read_text()
+    page = (tmp_path / "run" / "comparison.html").read_text()
+    assert "run-bf16" in page and "Loss against step" in page
+    assert "GEMM FLOPs in FP8" in done.stdout and "% emulated" in done.stdout
+    assert "FP8 is emulated" in done.stderr and "of the GEMM FLOPs with FP8 instructions" in done.stderr
+    same = subprocess.run([*command[:-5], "fp8", "--baseline", "fp8"], capture_output=True, text=True, check=False)
+    assert same.returncode == 2 and "the run is in fp8 already; give --baseline another precision" in same.stderr
+
+
 @contextmanager
 def long_run(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A run of two workers that has made a step, and the process ids of its ranks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,14 +29,17 @@ CASES = [
 def test_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch, accumulator: FloatFormat, saturate: bool, rounding: Rounding
 ) -> None:
-    a, b = difficult_operands(rows=6, length=9, columns=5, device=DEVICE)
+    """On a device that one program keeps busy, and on one on which programs share out the chunks, two at a time."""
+    a, b = difficult_operands(rows=6, length=9, columns=66, device=DEVICE)
+    monkeypatch.setattr(kernel, "_WORKSPACE", 2 * 6 * 66)
     for operands in (None, FP8_E5M2_IBM) if rounding == "nearest" else (None,):
         settings: dict[str, Any] = {"operands": operands, "saturate": saturate, "seed": 2**40 + 3}
         with use_backend("reference"):
             expected = emulated_matmul(a, b, accumulator, 4, rounding, **settings)
-        with with_kernel(monkeypatch, lambda *args: kernel.emulated_matmul(*args, tile=(4, 8), num_warps=1)):
-            actual = emulated_matmul(a, b, accumulator, 4, rounding, **settings)
-        assert_same_bits(actual, expected)
+        for programs in (0, 1000):
+            with with_kernel(monkeypatch, partial(kernel.emulated_matmul, programs=programs)):
+                actual = emulated_matmul(a, b, accumulator, 4, rounding, **settings)
+            assert_same_bits(actual, expected)
 
 
 def test_no_products(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,10 +53,19 @@ def test_no_products(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("operands", [None, FP8_E5M2_IBM], ids=str)
 def test_a_gpu_uses_the_kernel(rounding: Rounding, operands: FloatFormat | None) -> None:
-    a, b = difficult_operands(rows=70, length=200, columns=130, device="cuda")
-    assert select_backend(a) == GPU
-    actual = emulated_matmul(a, b, DLFLOAT16, 64, rounding, operands=operands)
-    with use_backend("reference"):
-        expected = emulated_matmul(a, b, DLFLOAT16, 64, rounding, operands=operands)
-    assert_same_bits(actual, expected)
-    assert math.isfinite(float(actual[8:].sum()))
+    for rows, length, columns, chunk in ((70, 200, 130, 64), (16, 2000, 144, None), (2048, 150, 700, 64)):
+        a, b = difficult_operands(rows, length, columns, device="cuda")
+        assert select_backend(a) == GPU
+        actual = emulated_matmul(a, b, DLFLOAT16, chunk, rounding, operands=operands)
+        with use_backend("reference"):
+            expected = emulated_matmul(a, b, DLFLOAT16, chunk, rounding, operands=operands)
+        assert_same_bits(actual, expected)
+        assert math.isfinite(float(actual[8:].sum()))
+
+
+def test_the_tile_follows_the_shape() -> None:
+    """264 programs keep an H200 busy: a convolution of 128 images of 32x32 pixels, and its weight gradient."""
+    assert kernel.tile_for(131_072, 16, chunks=3, programs=264) == (128, 16, 8, False)
+    assert kernel.tile_for(16, 144, chunks=2048, programs=264) == (16, 64, 4, True)
+    assert kernel.tile_for(16, 144, chunks=1, programs=264) == (2, 64, 4, False)
+    assert kernel.tile_for(1, 1, chunks=1, programs=264) == (1, 1, 1, False)

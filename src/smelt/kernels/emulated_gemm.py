@@ -31,18 +31,20 @@ def emulated_matmul(
     rounding: Rounding = "nearest",
     *,
     operands: FloatFormat | None = None,
+    round_operands: bool = True,
     saturate: bool = True,
     seed: int = 0,
 ) -> Tensor:
     """Multiply a [..., length] by b [length, columns] with an emulated accumulator -> [..., columns] in float32.
 
     operands: format to which a and b are rounded to nearest first; with a small one, kernels may compute in float32.
+    round_operands: false if a and b have values of that format only.
     seed: of stochastic rounding: the random bits of an addition depend on seed, output element and step only.
     No gradients pass through: a layer calls this for its forward, backward and gradient products.
     """
     _check(a, b, chunk_size, rounding, seed)
     shape, length = a.shape[:-1], a.shape[-1]
-    a, b = (_operand(tensor, operands, saturate) for tensor in (a, b))
+    a, b = (_operand(tensor, operands if round_operands else None, saturate) for tensor in (a, b))
     chunk_size = max(min(chunk_size or length, length), 1)
     accumulation = Accumulation(accumulator, chunk_size, rounding, saturate, seed, operands)
     matmul: Any = _kernel(a) or emulated_matmul_reference

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -30,8 +30,8 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 @torch.no_grad()
-def find_non_finite_layer(network: nn.Module, batch: Mapping[str, Any]) -> str | None:
-    """Run a batch; return the path of the first layer whose output contains NaN or infinity, or None."""
+def find_non_finite_layer(network: nn.Module, run: Callable[[], object]) -> str | None:
+    """Return the path of the first layer whose output contains NaN or infinity in a run of the network, or None."""
     found: list[str] = []
 
     def check(path: str, output: Any) -> None:
@@ -45,7 +45,7 @@ def find_non_finite_layer(network: nn.Module, batch: Mapping[str, Any]) -> str |
         if path
     ]
     try:
-        network(**batch)
+        run()
     finally:
         for handle in handles:
             handle.remove()

@@ -82,6 +82,7 @@ def fact_rows(runs: Sequence[Run]) -> list[list[str]]:
     rows: list[tuple[str, Callable[[Run], str]]] = [
         ("steps", lambda summary: numbers.count(summary["steps"])),
         ("seconds", lambda summary: numbers.seconds(summary["seconds"])),
+        ("time per step", lambda summary: f"{1000 * sum(summary['phases'].values()):.3g} ms"),
         ("last loss", lambda summary: numbers.metric(summary["loss"])),
         ("final held-out metrics", lambda summary: _evaluation_text(summary["held_out"])),
         ("bytes received per rank", lambda summary: numbers.size(summary["bytes"])),
@@ -92,13 +93,24 @@ def fact_rows(runs: Sequence[Run]) -> list[list[str]]:
         ("skipped steps", lambda summary: numbers.count(summary["skipped"])),
     ]
     first = [
+        ["precision", *(str(run["metadata"]["config"].get("precision", "off")) for run in runs)],
         ["gradients", *(_method(run) for run in runs)],
         ["ranks", *(f"{run['metadata']['world_size']}, {run['metadata']['backend']}" for run in runs)],
         ["parameters", *(numbers.count(run["metadata"]["parameters"]) for run in runs)],
     ]
     if any(item["intra_node_bytes_per_step"] for item in summaries):
         rows.append(("intra-node bytes per step", lambda summary: numbers.size(summary["intra_node_bytes_per_step"])))
+    low_precision = [run["metadata"].get("low_precision") for run in runs]
+    if any(low_precision):
+        first.append(["GEMM FLOPs in FP8", *(_fp8_share(facts) for facts in low_precision)])
     return first + [[label, *(write(item) for item in summaries)] for label, write in rows]
+
+
+def _fp8_share(facts: Run | None) -> str:
+    if not facts:
+        return "-"
+    emulated = f", {100 * facts['emulated']:.1f} % emulated" if facts["emulated"] else ""
+    return f"{100 * facts['fp8']:.1f} %{emulated}"
 
 
 def _subtitle(run: Run) -> str:
@@ -172,6 +184,7 @@ def _losses(runs: Sequence[Run]) -> list[Markup | None]:
 
     has_traffic = any(line["total_bytes"] for run in runs for line in run["log"])
     return [
+        _graph("Loss against step", _series(runs, "step", lambda line: line["loss"]), "step", "training loss"),
         _graph("Loss against time", _series(runs, "seconds", lambda line: line["loss"]), "seconds", "training loss"),
         _graph(
             "Loss against bytes",

@@ -74,6 +74,7 @@ def run(
     *,
     workers: int,
     gradients: str | None = None,
+    precision: str | None = None,
     out: Path | None = None,
     resume: bool = False,
     resplit: bool = False,
@@ -85,7 +86,7 @@ def run(
 
     A Ray that this process has joined already is used; else one is started here, or joined at `address`.
     """
-    train_config = TrainConfig.load(config, gradients)
+    train_config = TrainConfig.load(config, gradients, precision)
     _check_options(train_config, workers, restarts, gpu)
     folder = RunFolder(run_folder_path(config, out).absolute())
     folder.check_usable(train_config, resume)

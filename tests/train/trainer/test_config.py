@@ -39,6 +39,10 @@ MODEL = {"model": "a-model"}
         ({"steps": 1.5}, "must be an integer"),
         ({"task": "vision"}, "there is no task 'vision'"),
         ({"precision": "fp61"}, "did you mean 'fp16'?"),
+        ({"fp8": {"scaling": "block"}}, "there is no FP8 scaling 'block'; did you mean 'blockwise'?"),
+        ({"fp8": {"amax_history_len": 0}}, "amax_history_len is 0"),
+        ({"fp8_chunked": {"loss_scale": 0}}, "loss_scale is 0; it must be above 0"),
+        ({"fp8_chunked": {"accumulator_bits": {"gradient": 0}}}, "accumulator_bits.gradient is 0"),
         ({"max_grad_norm": -1}, "max_grad_norm is -1"),
         ({"gradients": "exdyna:density=0"}, "density is 0; it is the share of gradients that is sent"),
         ({"gradients": "exdyna:density=2"}, "density is 2; it is the share of gradients that is sent"),
@@ -135,7 +139,8 @@ def test_the_docs_page_lists_exactly_the_keys() -> None:
     table = page.partition("| key | default | meaning |")[2].partition("\n\n")[0]
     shown = set(re.findall(r"^\| `([\w.]+)` \|", table, re.M))
     parts = {"data": "DataConfig", "optimizer": "OptimizerConfig", "schedule": "ScheduleConfig",
-             "evaluate": "EvaluateConfig", "checkpoint": "CheckpointConfig"}  # fmt: skip
+             "evaluate": "EvaluateConfig", "checkpoint": "CheckpointConfig", "fp8": "Fp8Settings",
+             "fp8_chunked": "ChunkedSettings"}  # fmt: skip
     expected = {field.name for field in fields(TrainConfig)} - set(parts)
     for key, type_name in parts.items():
         expected |= {f"{key}.{field.name}" for field in fields(getattr(config, type_name))}

@@ -1,10 +1,14 @@
 """Matrix products with an emulated accumulator in Triton: one tile of the output per program, one step at a time.
 
 Bit-identical to the reference in `smelt.kernels.emulated_gemm`. Tensor cores cannot round after every addition, so that
-products are elementwise: an emulation, orders of magnitude slower than a GEMM.
+products are elementwise: an emulation, orders of magnitude slower than a GEMM. Additions within a chunk are sequential,
+chunks are not: where a product has too few elements to fill the GPU, as a weight gradient has, programs share out the
+chunks, and a second kernel adds their sums in order.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 import triton
@@ -13,8 +17,8 @@ from torch import Tensor
 
 from smelt.kernels.accumulation import Accumulation
 
-TILE = 32, 64  # rows and columns of a program
-WARPS = 8
+_WORKSPACE = 1 << 26  # elements of the sums of chunks, at most
+_MAX_GRID_Z = 65535
 
 
 @triton.jit
@@ -77,53 +81,135 @@ def add(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["seed"])  # changes from call to call
 def emulated_gemm_kernel(  # type: ignore[no-untyped-def]
-    a, b, out, limits, rows, columns, length, chunk_size, seed, MANTISSA_BITS: tl.constexpr,
+    a, b, out, limits, rows, columns, length, chunk_size, first_chunk, seed, MANTISSA_BITS: tl.constexpr,
     MIN_EXPONENT: tl.constexpr, SUBNORMALS: tl.constexpr, ROUNDING: tl.constexpr, FLOAT32: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_CHUNK: tl.constexpr,
 ):  # fmt: skip
+    """Multiply a [length, rows] by b [length, columns]. With ONE_CHUNK a program adds up the products of one chunk, and
+    `out` is [chunks, rows, columns]."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    a_step, b_step = a + row.to(tl.int64) * length, b + column
     max_value, min_positive = tl.load(limits), tl.load(limits + 1)
     overflow, infinite = tl.load(limits + 2), tl.load(limits + 3)
+    a_step, b_step, begin, end = a + row, b + column, 0, length
+    if ONE_CHUNK:
+        begin = (first_chunk + tl.program_id(2)) * chunk_size
+        end = tl.minimum(begin + chunk_size, length)
+        a_step += begin.to(tl.int64) * rows
+        b_step += begin.to(tl.int64) * columns
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32 if FLOAT32 else tl.float64)
-    for start in range(0, length, chunk_size):
+    x = tl.load(a_step, mask=row < rows, other=0.0)
+    y = tl.load(b_step, mask=column < columns, other=0.0)
+    for start in range(begin, end, chunk_size):
         partial = tl.zeros([BLOCK_M, BLOCK_N], tl.float32 if FLOAT32 else tl.float64)
-        for step in range(start, tl.minimum(start + chunk_size, length)):
-            x = tl.load(a_step, mask=row < rows, other=0.0).to(total.dtype)
-            y = tl.load(b_step, mask=column < columns, other=0.0).to(total.dtype)
-            partial = add(
-                partial, x * y, row, column, step, seed, max_value, min_positive, overflow, infinite, MANTISSA_BITS,
-                MIN_EXPONENT, SUBNORMALS, ROUNDING, FLOAT32,
-            )  # fmt: skip
-            a_step += 1
+        for step in range(start, tl.minimum(start + chunk_size, end)):
+            a_step += rows
             b_step += columns
-        total = add(
-            total, partial, row, column, length + start // chunk_size, seed, max_value, min_positive, overflow,
-            infinite, MANTISSA_BITS, MIN_EXPONENT, SUBNORMALS, ROUNDING, FLOAT32,
-        )  # fmt: skip
+            # Before the additions, which wait for each other: so that they do not wait for memory too.
+            next_x = tl.load(a_step, mask=(row < rows) & (row * 0 + step + 1 < end), other=0.0)
+            next_y = tl.load(b_step, mask=(column < columns) & (column * 0 + step + 1 < end), other=0.0)
+            partial = add(
+                partial, x.to(total.dtype) * y.to(total.dtype), row, column, step, seed, max_value, min_positive,
+                overflow, infinite, MANTISSA_BITS, MIN_EXPONENT, SUBNORMALS, ROUNDING, FLOAT32,
+            )  # fmt: skip
+            x, y = next_x, next_y
+        if ONE_CHUNK:
+            total = partial
+        else:
+            total = add(
+                total, partial, row, column, length + start // chunk_size, seed, max_value, min_positive, overflow,
+                infinite, MANTISSA_BITS, MIN_EXPONENT, SUBNORMALS, ROUNDING, FLOAT32,
+            )  # fmt: skip
+    if ONE_CHUNK:
+        out += tl.program_id(2).to(tl.int64) * rows * columns
     inside = (row < rows) & (column < columns)
     tl.store(out + row.to(tl.int64) * columns + column, total.to(tl.float32), mask=inside)
 
 
-def emulated_matmul(
-    a: Tensor, b: Tensor, accumulation: Accumulation, *, tile: tuple[int, int] = TILE, num_warps: int = WARPS
-) -> Tensor:
-    """Multiply a [rows, length] by b [length, columns], both float32, with the contract of the reference."""
-    a, b = a.contiguous(), b.contiguous()
-    (rows, length), columns = a.shape, b.shape[1]
-    out, number_format = torch.zeros(rows, columns, device=a.device), accumulation.format
-    if not out.numel():
-        return out
+@triton.jit(do_not_specialize=["seed"])
+def sum_chunks_kernel(  # type: ignore[no-untyped-def]
+    sums, out, limits, outputs, columns, length, chunks, first_chunk, seed, MANTISSA_BITS: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr, SUBNORMALS: tl.constexpr, ROUNDING: tl.constexpr, FLOAT32: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add sums of chunks [chunks, rows * columns] to out [rows * columns], one after the other."""
+    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row, column = (element // columns).to(tl.int32), (element % columns).to(tl.int32)
+    max_value, min_positive = tl.load(limits), tl.load(limits + 1)
+    overflow, infinite = tl.load(limits + 2), tl.load(limits + 3)
+    inside = element < outputs
+    total = tl.load(out + element, mask=inside, other=0.0).to(tl.float32 if FLOAT32 else tl.float64)
+    partial = tl.load(sums + element, mask=inside, other=0.0)
+    for chunk in range(0, chunks):
+        sums += outputs
+        following = tl.load(sums + element, mask=inside & (row * 0 + chunk + 1 < chunks), other=0.0)
+        total = add(
+            total, partial.to(total.dtype), row, column, length + first_chunk + chunk, seed, max_value, min_positive,
+            overflow, infinite, MANTISSA_BITS, MIN_EXPONENT, SUBNORMALS, ROUNDING, FLOAT32,
+        )  # fmt: skip
+        partial = following
+    tl.store(out + element, total.to(tl.float32), mask=inside)
+
+
+@lru_cache(maxsize=64)
+def _limits(accumulation: Accumulation, device: torch.device) -> Tensor:
+    """Return the values of the format that are compared with, on the device."""
+    number_format = accumulation.format
     dtype = torch.float32 if accumulation.float32_is_exact else torch.float64
-    limits = torch.tensor(
-        [number_format.max_value, number_format.min_positive, accumulation.overflow, accumulation.infinite],
-        dtype=dtype,
-    ).to(a.device, non_blocking=True)
-    emulated_gemm_kernel[triton.cdiv(rows, tile[0]), triton.cdiv(columns, tile[1])](
-        a, b, out, limits, rows, columns, length, accumulation.chunk_size, accumulation.seed,
-        MANTISSA_BITS=number_format.mantissa_bits, MIN_EXPONENT=number_format.min_exponent,
-        SUBNORMALS=number_format.subnormals, ROUNDING=accumulation.rounding, FLOAT32=accumulation.float32_is_exact,
-        BLOCK_M=tile[0], BLOCK_N=tile[1], num_warps=num_warps, enable_fp_fusion=False,
-    )  # fmt: skip
+    values = [number_format.max_value, number_format.min_positive, accumulation.overflow, accumulation.infinite]
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def tile_for(rows: int, columns: int, chunks: int, programs: int) -> tuple[int, int, int, bool]:
+    """Return rows and columns of a tile, the warps of a program, and whether each program adds up a single chunk.
+
+    programs: how many keep the GPU busy. A thread has 8 elements, whose additions overlap, or fewer if that leaves too
+    few programs: then the time is that of one chain of additions.
+    """
+    outputs = rows * columns
+    one_chunk = chunks > 1 and outputs < 2048 * programs
+    parallel = outputs * chunks if one_chunk else outputs
+    elements = next((size for size in (2048, 512) if parallel >= size * programs), 128)
+    block_n = min(triton.next_power_of_2(columns), 64)
+    block_m = min(triton.next_power_of_2(rows), max(elements // block_n, 1))
+    per_thread = {2048: 8, 512: 4, 128: 1}[elements]
+    return block_m, block_n, max(min(block_m * block_n // (32 * per_thread), 8), 1), one_chunk
+
+
+def emulated_matmul(a: Tensor, b: Tensor, accumulation: Accumulation, *, programs: int | None = None) -> Tensor:
+    """Multiply a [rows, length] by b [length, columns], both float32, with the contract of the reference."""
+    a, b = a.t().contiguous(), b.contiguous()
+    (length, rows), columns = a.shape, b.shape[1]
+    out, number_format = torch.zeros(rows, columns, device=a.device), accumulation.format
+    if not out.numel() or not length:
+        return out
+    if programs is None:
+        programs = 2 * torch.cuda.get_device_properties(a.device).multi_processor_count
+    chunk_size, limits = accumulation.chunk_size, _limits(accumulation, a.device)
+    chunks = triton.cdiv(length, chunk_size)
+    block_m, block_n, num_warps, one_chunk = tile_for(rows, columns, chunks, programs)
+    tiles = triton.cdiv(rows, block_m), triton.cdiv(columns, block_n)
+    constants = {
+        "MANTISSA_BITS": number_format.mantissa_bits, "MIN_EXPONENT": number_format.min_exponent,
+        "SUBNORMALS": number_format.subnormals, "ROUNDING": accumulation.rounding,
+        "FLOAT32": accumulation.float32_is_exact, "enable_fp_fusion": False,
+    }  # fmt: skip
+    if not one_chunk:
+        emulated_gemm_kernel[tiles](
+            a, b, out, limits, rows, columns, length, chunk_size, 0, accumulation.seed, BLOCK_M=block_m,
+            BLOCK_N=block_n, ONE_CHUNK=False, num_warps=num_warps, **constants,
+        )  # fmt: skip
+        return out
+    at_once = max(min(_WORKSPACE // out.numel(), chunks, _MAX_GRID_Z), 1)
+    sums = torch.empty(at_once, rows, columns, device=a.device)
+    for first in range(0, chunks, at_once):
+        count = min(at_once, chunks - first)
+        emulated_gemm_kernel[(*tiles, count)](
+            a, b, sums, limits, rows, columns, length, chunk_size, first, accumulation.seed, BLOCK_M=block_m,
+            BLOCK_N=block_n, ONE_CHUNK=True, num_warps=num_warps, **constants,
+        )  # fmt: skip
+        sum_chunks_kernel[(triton.cdiv(out.numel(), 128),)](
+            sums, out, limits, out.numel(), columns, length, count, first, accumulation.seed, BLOCK=128, num_warps=4,
+            **constants,
+        )  # fmt: skip
     return out

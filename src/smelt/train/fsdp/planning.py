@@ -11,6 +11,7 @@ import torch
 import torch.distributed as distributed
 from torch.distributed.device_mesh import init_device_mesh
 
+from smelt.errors import ConfigError
 from smelt.measure.machine import machine
 from smelt.train.fsdp.parallelize import apply_plan
 from smelt.train.fsdp.plan import ClusterSpec, ModelProfile
@@ -19,7 +20,7 @@ from smelt.train.fsdp.search import PlanSearchResult, search_plan
 from smelt.train.fsdp.timeline import StepTimeline
 from smelt.train.fsdp.trace import measure_timeline
 from smelt.train.gradients.comm import Comm
-from smelt.train.trainer.config import TrainConfig
+from smelt.train.trainer.config import FP8, FP8_CHUNKED, TrainConfig
 from smelt.train.trainer.distributed import init_distributed
 from smelt.train.trainer.optimizer import autocast
 from smelt.train.trainer.tasks import TrainingTask, build_task
@@ -35,6 +36,8 @@ def plan_and_measure(
 
     `memory_gb` limits a rank; with `tflops` the layers' times are estimated instead of measured.
     """
+    if config.precision in (FP8, FP8_CHUNKED):
+        raise ConfigError(f"plans are not measured in {config.precision}; set precision to bf16.")
     device = init_distributed(config.device, config.timeout)
     try:
         comm = Comm()

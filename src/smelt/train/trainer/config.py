@@ -9,11 +9,13 @@ from typing import Any, get_type_hints
 from smelt.config import parse, renamed, renamed_keys, suggest
 from smelt.errors import ConfigError
 from smelt.strict_yaml import read_yaml
+from smelt.train.fp8.settings import ChunkedSettings, Fp8Settings
 from smelt.train.gradients.settings import CompressionSettings
 from smelt.train.trainer.gradient_sync import build_compressor, check_single_momentum, normalize_gradients
 
 TASKS = ("language", "images")
-PRECISIONS = ("off", "bf16", "fp16")
+FP8, FP8_CHUNKED = "fp8", "fp8-chunked"
+PRECISIONS = ("off", "bf16", "fp16", FP8, FP8_CHUNKED)
 OPTIMIZERS = ("sgd", "adamw")
 SCHEDULES = ("constant", "cosine")
 DEVICES = ("auto", "cpu", "cuda")
@@ -107,7 +109,12 @@ class TrainConfig:
     gradient_accumulation_steps: int = renamed("accumulate", default=1)  # micro-steps before gradients are sent
     steps: int = 1000
     seed: int = 0
-    precision: str = "off"  # or bf16, fp16 (with a gradient scaler); weights stay float32
+    # or bf16, fp16 (with a gradient scaler), fp8 (scaled FP8 GEMMs, the rest in bf16), all with float32 weights; or
+    # fp8-chunked: FP8 GEMMs with 16-bit accumulators and weights, emulated (Wang et al., 2018)
+    precision: str = "off"
+    fp8: Fp8Settings = field(default_factory=Fp8Settings)  # of precision fp8
+    fp8_chunked: ChunkedSettings = field(default_factory=ChunkedSettings)  # of precision fp8-chunked
+    compile: bool = False  # compile forward and backward with torch.compile; fp8 gains no time without it
     max_grad_norm: float | None = renamed("clip", default=None)  # max norm of the reduced gradient
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -138,11 +145,12 @@ class TrainConfig:
         check_single_momentum(compressor, has_momentum)
 
     @classmethod
-    def load(cls, path: Path, gradients: str | None = None) -> TrainConfig:
-        """Read a YAML file; `gradients` overrides what the file says about them."""
+    def load(cls, path: Path, gradients: str | None = None, precision: str | None = None) -> TrainConfig:
+        """Read a YAML file; `gradients` and `precision` override what the file says about them."""
         content = read_yaml(path)
-        if isinstance(content, dict) and gradients is not None:
-            content["gradients"] = gradients
+        for key, value in (("gradients", gradients), ("precision", precision)):
+            if isinstance(content, dict) and value is not None:
+                content[key] = value
         if isinstance(content, dict) and content.get("precision") is False:
             content["precision"] = "off"  # YAML reads it as false
         if isinstance(content, dict) and "model" not in content:
@@ -159,8 +167,9 @@ class TrainConfig:
     def check_same_run(self, before: Any, folder: Path) -> None:
         """Refuse to resume a run that was started with another configuration."""
         before = _current_keys(type(self), before) if isinstance(before, dict) else {}
+        defaults = type(self)(model=self.model).to_json()  # of keys that the version it was started with did not have
         for key, value in self.to_json().items():
-            old_value = before.get(key)
+            old_value = before.get(key, defaults[key])
             if key not in _MAY_CHANGE and old_value != value:
                 raise ConfigError(
                     f"{folder} was started with {key} = {old_value!r:.200}, and now it is {value!r:.200}; resume with "

@@ -16,7 +16,7 @@ import torch.distributed as distributed
 
 from smelt.errors import SmeltError
 from smelt.logs import show_logs
-from smelt.train.trainer.config import TrainConfig
+from smelt.train.trainer.config import PRECISIONS, TrainConfig
 from smelt.train.trainer.distributed import exit_on_signal, init_distributed, print_error, report_lost_workers
 
 NOT_STARTED = "training had not begun, so start it again."
@@ -39,6 +39,7 @@ def build_parser(program: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--gradients", help="none, auto, bf16 or a compressor such as exdyna:density=0.001; overrides the file"
     )
+    parser.add_argument("--precision", choices=PRECISIONS, help="of forward and backward; overrides the file")
     parser.add_argument("--out", type=Path, help="the folder of the run (default: runs/NAME of the file)")
     parser.add_argument("--resume", action="store_true", help="continue the run in that folder, if there is one")
     parser.add_argument("--resplit", action="store_true", help="continue with another number of ranks")
@@ -48,13 +49,15 @@ def build_parser(program: str, description: str) -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     args = build_parser("python -m smelt.train", "Train a model; start it with torchrun.").parse_args(argv)
-    options = {"gradients": args.gradients, "out": args.out, "resume": args.resume, "resplit": args.resplit}
+    options = {key: value for key, value in vars(args).items() if key not in ("config", "debug")}
     exit_process(run_and_report(lambda: train(args.config, **options), args.debug))
 
 
-def train(path: Path, *, gradients: str | None, out: Path | None, resume: bool, resplit: bool) -> None:
+def train(
+    path: Path, *, gradients: str | None, precision: str | None, out: Path | None, resume: bool, resplit: bool
+) -> None:
     """Train by a configuration file in a process that torchrun has started, or in a single one."""
-    config = TrainConfig.load(path, gradients)
+    config = TrainConfig.load(path, gradients, precision)
     resume_hint = ResumeHint()
     exit_on_signal(resume_hint)
     run_worker(

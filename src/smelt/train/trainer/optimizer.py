@@ -1,34 +1,46 @@
-"""Optimizer, learning-rate schedule and mixed precision."""
+"""Optimizer, learning-rate schedule and low precision."""
 
 from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 
-from smelt.train.trainer.config import OptimizerConfig, ScheduleConfig
+from smelt.train.fp8.chunked import convert_to_chunked_training
+from smelt.train.fp8.layers import LowPrecisionTraining
+from smelt.train.fp8.optimizer import Fp16AdamW, Fp16Rounding, Fp16SGD
+from smelt.train.fp8.scaled import convert_to_float8_training
+from smelt.train.trainer.config import FP8, FP8_CHUNKED, ScheduleConfig, TrainConfig
 
-_AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, FP8: torch.bfloat16}
+_NEVER = 2**31 - 1  # steps
 
 
-def build_optimizer(network: nn.Module, config: OptimizerConfig, *, scaled: bool) -> torch.optim.Optimizer:
+def build_optimizer(network: nn.Module, train_config: TrainConfig) -> torch.optim.Optimizer:
     """Build the optimizer, without weight decay of norms and biases.
 
-    It is fused unless the loss is `scaled`: then the scaler decides on the host whether to step.
+    It is fused unless the loss is scaled: then the scaler decides on the host whether to step.
     """
+    config = train_config.optimizer
     trainable = [parameter for parameter in network.parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in trainable if parameter.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [parameter for parameter in trainable if parameter.ndim <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    fused = None if scaled else True
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused)
-    betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.epsilon, fused=fused)
+    fused = None if train_config.precision in ("fp16", FP8_CHUNKED) else True
+    options: dict[str, Any] = (
+        {"lr": config.lr, "momentum": config.momentum, "nesterov": config.nesterov, "fused": fused}
+        if config.name == "sgd"
+        else {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.epsilon, "fused": fused}
+    )
+    if train_config.precision == FP8_CHUNKED:
+        rounding = Fp16Rounding(train_config.seed, stochastic=train_config.fp8_chunked.stochastic_rounding)
+        return (Fp16SGD if config.name == "sgd" else Fp16AdamW)(groups, rounding, **options)
+    return (torch.optim.SGD if config.name == "sgd" else torch.optim.AdamW)(groups, **options)
 
 
 def lr_at(step: int, steps: int, lr: float, schedule: ScheduleConfig) -> float:
@@ -48,9 +60,25 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
     """Return the context for a forward pass in this precision."""
-    return nullcontext() if precision == "off" else torch.autocast(device.type, dtype=_AUTOCAST_DTYPES[precision])
+    dtype = _AUTOCAST_DTYPES.get(precision)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def grad_scaler_for(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
-    """Return a gradient scaler for fp16, whose exponent range is too small for small gradients."""
-    return torch.amp.GradScaler(device.type) if precision == "fp16" else None
+def grad_scaler_for(config: TrainConfig, device: torch.device) -> torch.amp.GradScaler | None:
+    """Return a gradient scaler for precisions whose exponent range is too small for small gradients.
+
+    The scale of fp8-chunked does not grow.
+    """
+    if config.precision == FP8_CHUNKED:
+        scale = config.fp8_chunked.loss_scale
+        return torch.amp.GradScaler(device.type, init_scale=scale, growth_interval=_NEVER)
+    return torch.amp.GradScaler(device.type) if config.precision == "fp16" else None
+
+
+def convert_layers(network: nn.Module, config: TrainConfig) -> LowPrecisionTraining:
+    """Let the layers of a network multiply in FP8 if the precision says so."""
+    if config.precision == FP8:
+        return convert_to_float8_training(network, config.fp8)
+    if config.precision == FP8_CHUNKED:
+        return convert_to_chunked_training(network, config.fp8_chunked)
+    return LowPrecisionTraining()

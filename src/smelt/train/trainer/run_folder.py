@@ -100,6 +100,15 @@ def format_log_entry(entry: dict[str, Any], steps: int) -> str:
     return f"{progress}, {entry['seconds']:.1f} s" + (f"; held out: {metrics}" if metrics else "")
 
 
+def format_low_precision(facts: dict[str, Any]) -> str:
+    """Format the layers and GEMMs in FP8 for the terminal."""
+    layers, kept = facts["converted"], len(facts["kept"])
+    return (
+        f"FP8: {layers} of {layers + kept} layers; {100 * facts['fp8']:.1f} % of the GEMM FLOPs with FP8 instructions, "
+        f"{100 * facts['emulated']:.1f} % emulated"
+    )
+
+
 def _parse_entry(line: str, path: Path) -> dict[str, Any]:
     try:
         entry = json.loads(line)

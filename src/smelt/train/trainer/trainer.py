@@ -14,6 +14,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NoReturn
@@ -28,6 +29,7 @@ from smelt.errors import DataError, DivergenceError
 from smelt.files import atomic_folder
 from smelt.measure.machine import machine
 from smelt.models.finite import find_non_finite_layer, is_finite
+from smelt.train.fp8.gemm_flops import count_gemm_flops
 from smelt.train.gradients.comm import Comm, run_on_all_ranks
 from smelt.train.timing import PhaseTimer
 from smelt.train.trainer import checkpoint
@@ -35,8 +37,15 @@ from smelt.train.trainer.checkpoint import TrainProgress, TrainState
 from smelt.train.trainer.config import TrainConfig
 from smelt.train.trainer.dataloader import Batch, ShuffledSampler, batch_start
 from smelt.train.trainer.gradient_sync import GradientSync, build_compressor
-from smelt.train.trainer.optimizer import autocast, build_optimizer, grad_scaler_for, lr_at, set_lr
-from smelt.train.trainer.run_folder import RunFolder, format_log_entry
+from smelt.train.trainer.optimizer import (
+    autocast,
+    build_optimizer,
+    convert_layers,
+    grad_scaler_for,
+    lr_at,
+    set_lr,
+)
+from smelt.train.trainer.run_folder import RunFolder, format_log_entry, format_low_precision
 from smelt.train.trainer.tasks import TrainingTask, build_task
 
 _MIN_LOSS_SCALE = 1e-4  # a scaler that fell below it skips every step
@@ -56,9 +65,15 @@ class Trainer:
         self._on_all_ranks(lambda: self.folder.check_usable(config, resume), f"{out} is refused on another rank.")
         self.task = task or self._on_all_ranks(lambda: build_task(config), "another rank could not load model or data.")
         self.task.network.to(device).train()
+        self.low_precision = self._on_all_ranks(
+            lambda: convert_layers(self.task.network, config), f"another rank cannot train in {config.precision}."
+        )
+        self._low_precision_facts: dict[str, Any] | None = None  # with the share of FP8 GEMMs
+        if config.compile:
+            self.task.network.compile()
         self.timer = PhaseTimer(device)
-        self.scaler = grad_scaler_for(config.precision, device)
-        self.optimizer = build_optimizer(self.task.network, config.optimizer, scaled=self.scaler is not None)
+        self.scaler = grad_scaler_for(config, device)
+        self.optimizer = build_optimizer(self.task.network, config)
         self.comm.require_equal(json.dumps([config.to_json(), self.task.metadata]), "configuration and data")
         device_ids = [device.index] if device.type == "cuda" else None
         self.model = DistributedDataParallel(self.task.network, device_ids=device_ids, gradient_as_bucket_view=True)
@@ -107,6 +122,7 @@ class Trainer:
             if is_last or (config.checkpoint.every and step % config.checkpoint.every == 0):
                 checkpoint.save(self.state, self.folder.checkpoints, config.checkpoint.keep, self.comm)
             yield entry
+        self.low_precision.restore()
         if self.comm.rank == 0 and self.task.saves_model:
             self._save_model()
 
@@ -116,7 +132,7 @@ class Trainer:
         lr = lr_at(progress.step, config.steps, config.optimizer.lr, config.schedule)
         set_lr(self.optimizer, lr)
         self.task.on_step(progress.step)
-        losses = [self._forward_backward(micro_step) for micro_step in range(config.gradient_accumulation_steps)]
+        losses = self._run_micro_steps()
         with self.timer.phase("optimizer"):
             self.gradient_sync.resolve_deferred()  # so that the traffic is known
             grad_norm = self._clip_grad_norm()
@@ -124,6 +140,7 @@ class Trainer:
             traffic = self.gradient_sync.traffic
             loss, received, intra_node = self._mean_over_ranks(local_loss, traffic.bytes, traffic.intra_node)
             skipped = self._optimizer_step(grad_norm, loss)
+            self.low_precision.after_step()
         progress.step += 1
         progress.samples += config.batch_size * config.gradient_accumulation_steps * self.comm.world_size
         progress.bytes += received
@@ -159,6 +176,22 @@ class Trainer:
         if is_last or "evaluation" in entry or now - self._last_logged > _LOG_INTERVAL:
             self._last_logged = now
             logger.info(format_log_entry(entry, self.config.steps))
+
+    def _run_micro_steps(self) -> list[Tensor]:
+        """Return the loss of each; in the first step of a run in FP8, also count the FLOPs of its GEMMs."""
+        losses: list[Tensor] = []
+
+        def run() -> None:
+            losses.extend(map(self._forward_backward, range(self.config.gradient_accumulation_steps)))
+
+        if self.low_precision.converted and self.progress.step == 0:
+            self._low_precision_facts = {**self.low_precision.to_json(), **count_gemm_flops(run)}
+            logger.info(format_low_precision(self._low_precision_facts))
+            if self.comm.rank == 0:
+                self._write_metadata()
+        else:
+            run()
+        return losses
 
     def _forward_backward(self, micro_step: int) -> Tensor:
         """Run forward and backward of one batch and return its loss, []; the last micro-step sends the gradients."""
@@ -230,9 +263,9 @@ class Trainer:
     def _loss_origin(self) -> str | None:
         """Return the layer that makes a batch of this step not finite; None if that is another rank's."""
         for micro_step in range(self.config.gradient_accumulation_steps):
-            batch = self._next_batch(micro_step)
+            run = partial(self.task.network, **self._next_batch(micro_step), **self.task.forward_kwargs)
             with autocast(self.config.precision, self.device):
-                layer = find_non_finite_layer(self.task.layers, {**batch, **self.task.forward_kwargs})
+                layer = find_non_finite_layer(self.task.layers, run)
             if layer is not None:
                 return layer
         return None
@@ -248,9 +281,11 @@ class Trainer:
         latest = checkpoint.latest(self.folder.checkpoints)
         if latest is not None:
             checkpoint.load(self.state, latest, self.comm, resplit=resplit)
+            self.low_precision.on_load()
         elif resume and self.comm.rank == 0:
             logger.info("no checkpoint in %s; starting from the first step", self.folder.checkpoints)
-        self._decision = self.folder.read_metadata().get("decision") if self.folder.exists() else None
+        before = self.folder.read_metadata() if self.folder.exists() else {}
+        self._decision, self._low_precision_facts = before.get("decision"), before.get("low_precision")
         self.comm.all_gather(torch.zeros(1), "agreement")  # all ranks have read what is rewritten now
         if self.comm.rank == 0:
             self.folder.truncate_log(self.progress.step)
@@ -268,6 +303,7 @@ class Trainer:
             "model_type": network.config.model_type,
             "data": self.task.metadata,
             "decision": self._decision,
+            "low_precision": self._low_precision_facts,
             "machine": machine(),
         }
         self.folder.write_metadata(metadata)
