@@ -52,7 +52,7 @@ from smelt.compression.distillation.intermediates import (
 from smelt.compression.distillation.losses import SAMPLE_WEIGHTS, Labels, LossTerm
 from smelt.compression.distillation.quantizers import ActivationQuantizer, WeightQuantizer
 from smelt.compression.distillation.quantizers.minmax import MinMax
-from smelt.compression.distillation.samples import Samples
+from smelt.compression.distillation.samples import SAMPLE_INDICES, Samples
 from smelt.compression.quantization.layers import LinearLayer, layer_groups
 from smelt.errors import ConfigError, DataError, ModelError, RecipeError, SmeltError
 from smelt.files import write_atomically
@@ -61,6 +61,7 @@ from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
 from smelt.models.quantized_network import prepare_quantized_layers
+from smelt.progress import Progress
 from smelt.train.gradients.comm import Comm
 from smelt.train.trainer import checkpoint
 from smelt.train.trainer.config import (
@@ -204,6 +205,7 @@ class QuantizationAwareTraining(Method):
         self.check(model.anatomy)
         self.check_batches(context.batches)
         device = context.device or next(model.network.parameters()).device
+        folder = context.checkpoint.folder or context.folder or Path(tempfile.mkdtemp())
         teacher = self.make_teacher(model)
         bytes_before, dtype = count_bytes(model.network), next(model.network.parameters()).dtype
         model.network.to(device)
@@ -231,8 +233,11 @@ class QuantizationAwareTraining(Method):
         )  # fmt: skip
         try:
             if teacher is not None:
+                teacher.begin(student, train, folder / "teacher", self.batch_size, context.progress)
                 teacher.check(student, few)
-            facts |= self._train(task, model, context, device)
+            facts |= self._train(task, model, context, folder / "training", device)
+            if Comm().rank == 0:
+                shutil.rmtree(folder / "teacher", ignore_errors=True)
         finally:
             student.observed.close()
         facts |= {f"learned_{name}": values for name, values in _learned(network).items()}
@@ -281,8 +286,9 @@ class QuantizationAwareTraining(Method):
         """Return the number of inputs of each layer to quantize, by path."""
         return {layer.path: layer.weight.shape[1] for layer in self._layers(anatomy)}
 
-    def _train(self, task: TrainingTask, model: Model, context: MethodContext, device: torch.device) -> dict[str, Any]:
-        folder = (context.checkpoint.folder or context.folder or Path(tempfile.mkdtemp())) / "training"
+    def _train(
+        self, task: TrainingTask, model: Model, context: MethodContext, folder: Path, device: torch.device
+    ) -> dict[str, Any]:
         with warnings.catch_warnings(), process_group(device):
             warnings.filterwarnings("ignore", "Grad strides do not match")  # of 1x1 convolutions in DDP: harmless
             config, comm = self._train_config(len(task.train), model, context, device), Comm()
@@ -390,6 +396,10 @@ def _enable_gradient_checkpointing(network: Any) -> None:
 class NetworkTeacher:
     """Computes outputs that the student learns from, without gradients."""
 
+    def begin(self, student: Student, samples: Samples, folder: Path, batch_size: int, progress: Progress) -> None:
+        """Prepare for the training samples; what is worth keeping goes into the folder."""
+        return
+
     def outputs(self, student: Student, batch: Batch) -> Any:
         raise NotImplementedError
 
@@ -410,7 +420,7 @@ class Student(nn.Module):
 
     def inputs(self, batch: Batch) -> Batch:
         """Return the part of a batch that is passed to the network."""
-        return {name: tensor for name, tensor in batch.items() if name != SAMPLE_WEIGHTS}
+        return {name: tensor for name, tensor in batch.items() if name not in (SAMPLE_WEIGHTS, SAMPLE_INDICES)}
 
     def forward(self, **batch: Tensor) -> Any:
         batch.pop("use_cache", None)
@@ -421,7 +431,7 @@ class Student(nn.Module):
         taught = None
         if teacher is not None:
             with torch.no_grad():
-                taught = teacher.outputs(self, inputs)
+                taught = teacher.outputs(self, batch)
         outputs = self.observed(inputs, self.intervention, taught)
         terms = [term.weight * term.compute(outputs, taught, batch) for term in self.losses]
         loss: Any = sum(terms) + self.penalty()

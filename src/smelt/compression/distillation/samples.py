@@ -13,6 +13,7 @@ from smelt.compression.base import Batch
 from smelt.errors import DataError
 from smelt.train.trainer.dataloader import MapDataset
 
+SAMPLE_INDICES = "sample_indices"  # of a batch: which samples it consists of, [batch]
 CROP_PADDING = 4  # pixels around an image that a random crop may begin in
 
 
@@ -41,6 +42,10 @@ class Samples(MapDataset):
             {name: t[part] for name, t in self.tensors.items()} for part in (np.s_[:-count], np.s_[-count:])
         )
         return Samples(kept, augment=self._augment, seed=self._seed), Samples(held_out)
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.tensors.values())).device
 
     def __len__(self) -> int:
         return len(next(iter(self.tensors.values())))

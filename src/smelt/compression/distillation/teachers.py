@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 
-from smelt.compression.base import Batch
+from smelt.compression.base import Batch, within
 from smelt.compression.distillation.base import NetworkTeacher, QuantizationAwareTraining, Student
+from smelt.compression.distillation.cached_teacher import CachedTeacher
 from smelt.compression.distillation.intermediates import (
     NetworkOutputs,
     ObservedNetwork,
     block_paths,
     check_observable,
 )
-from smelt.errors import ModelError
+from smelt.errors import ModelError, RecipeError
 from smelt.models.anatomy import anatomy_of
 from smelt.models.load import load
 from smelt.models.model import Model
@@ -35,7 +36,7 @@ class DenseTeacher(NetworkTeacher):
         self._observed = ObservedNetwork(network, block_paths(anatomy_of(network)), intermediates)
 
     def outputs(self, student: Student, batch: Batch) -> NetworkOutputs:
-        return self._observed(batch)
+        return self._observed(student.inputs(batch))
 
     @torch.no_grad()
     def check(self, student: Student, batch: Batch) -> None:
@@ -58,6 +59,18 @@ class DistilledTraining(QuantizationAwareTraining):
     """Quantization-aware training that may have an unquantized teacher."""
 
     teacher: str | None = None  # source: the model before this step; or a model, a name or folder; null: none
+    cache_logits: int | None = None  # so many of the teacher's logits per token are computed once and kept on disk
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cache_logits is None:
+            return
+        within(self.name, "cache_logits", self.cache_logits, 1, 1_000_000)
+        if self.augment:
+            raise RecipeError(f"{self.name} changes the images in every epoch; remove `augment` or `cache_logits`.")
+        if self.intermediates:
+            names = ", ".join(sorted(self.intermediates)).replace("_", " ")
+            raise RecipeError(f"{self.name} compares the teacher's {names} as well as logits; remove `cache_logits`.")
 
     @property
     def has_teacher(self) -> bool:
@@ -66,13 +79,17 @@ class DistilledTraining(QuantizationAwareTraining):
     def make_teacher(self, model: Model) -> NetworkTeacher | None:
         if self.teacher is None or not self.needs_teacher:
             return None
-        if self.teacher == SOURCE:
+        dense = self._dense_teacher(model, self.teacher)
+        return dense if self.cache_logits is None else CachedTeacher(dense, self.cache_logits)
+
+    def _dense_teacher(self, model: Model, name: str) -> DenseTeacher:
+        if name == SOURCE:
             return DenseTeacher(copy.deepcopy(model.network), self.intermediates)
-        network = load(self.teacher).network
+        network = load(name).network
         theirs, ours = (getattr(each.config, "vocab_size", None) for each in (network, model.network))
         if theirs != ours:
             raise ModelError(
-                f"the teacher {self.teacher} has a vocabulary of {theirs} tokens and the student one of {ours}; a "
+                f"the teacher {name} has a vocabulary of {theirs} tokens and the student one of {ours}; a "
                 "teacher needs the same tokenizer."
             )
         return DenseTeacher(network.to(next(model.network.parameters()).device), self.intermediates)
