@@ -3,6 +3,7 @@
 from smelt.compression.distillation import (
     efficientqat,
     feature_losses,
+    matquant,
     qail,
     qat,
     qdpo,
@@ -12,4 +13,15 @@ from smelt.compression.distillation import (
     tsld,
 )
 
-__all__ = ["efficientqat", "feature_losses", "qail", "qat", "qdpo", "speq", "sqil", "teacher_intervention", "tsld"]
+__all__ = [
+    "efficientqat",
+    "feature_losses",
+    "matquant",
+    "qail",
+    "qat",
+    "qdpo",
+    "speq",
+    "sqil",
+    "teacher_intervention",
+    "tsld",
+]

@@ -426,18 +426,24 @@ class Student(nn.Module):
         batch.pop("use_cache", None)
         if not self.training:
             return self.observed(batch)
-        inputs = self.inputs(batch)
+        taught = self.taught(batch)
+        outputs = self.observed(self.inputs(batch), self.intervention, taught)
+        return NetworkOutputs(outputs.logits, self.loss(outputs, taught, batch))
+
+    def taught(self, batch: Batch) -> Any:
+        """Return the teacher's outputs, or None without a teacher."""
         teacher = self._teacher[0]
-        taught = None
-        if teacher is not None:
-            with torch.no_grad():
-                taught = teacher.outputs(self, batch)
-        outputs = self.observed(inputs, self.intervention, taught)
-        terms = [term.weight * term.compute(outputs, taught, batch) for term in self.losses]
-        loss: Any = sum(terms) + self.penalty()
+        if teacher is None:
+            return None
+        with torch.no_grad():
+            return teacher.outputs(self, batch)
+
+    def loss(self, outputs: NetworkOutputs, taught: Any, batch: Batch) -> Tensor:
+        """Return the sum of the terms and penalties, []."""
+        loss: Any = sum(term.weight * term.compute(outputs, taught, batch) for term in self.losses) + self.penalty()
         if outputs.intermediates:
             loss = loss + 0 * outputs.logits.sum()  # DDP waits for a gradient of the head, too
-        return NetworkOutputs(outputs.logits, loss)
+        return loss
 
     def penalty(self) -> Tensor | float:
         """Return the sum of the layers' own terms of the loss."""

@@ -13,6 +13,7 @@ from smelt.compression.quantization import (
     rilq,
     rotate,
     rtn,
+    slice,
     smoothquant,
     spinquant,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "rilq",
     "rotate",
     "rtn",
+    "slice",
     "smoothquant",
     "spinquant",
 ]
