@@ -52,12 +52,12 @@ def main() -> None:
     if options.out.exists():
         raise SystemExit(f"{options.out} exists already; choose another folder or remove it")
     task = TASKS[options.task]
-    train, dev = _rows(options.task, "train"), _rows(options.task, "dev")
+    train, dev = glue_rows(options.task, "train"), glue_rows(options.task, "dev")
     if options.limit is not None:
         train = train.take(range(min(options.limit, len(train))))
     torch.manual_seed(options.seed)
-    model = _with_head(task.outputs, options.device)
-    _fine_tune(model, train, options.epochs, options.seed)
+    model = with_head(task.outputs, options.device)
+    fine_tune(model, train, options.epochs, options.seed)
     quality = evaluate_task(model, dev, metric=task.metric, max_length=LENGTH)
     metadata = {"task": options.task, "rows": len(train), "epochs": options.epochs, "seed": options.seed}
     with atomic_folder(options.out) as folder:
@@ -76,13 +76,13 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _rows(task: str, split: str) -> LabeledData:
+def glue_rows(task: str, split: str) -> LabeledData:
     """Load a split under a name that does not depend on the folder."""
     data = load_labeled(shared() / "data/glue" / task / f"{split}.jsonl.gz")
     return replace(data, name=f"glue {task} {split}")
 
 
-def _with_head(outputs: int, device: str) -> Model:
+def with_head(outputs: int, device: str) -> Model:
     """Return the bundled encoder with a new classification head."""
     base = load("minilm-l6")
     config = BertConfig.from_pretrained(resolve("minilm-l6"), num_labels=outputs)
@@ -92,7 +92,7 @@ def _with_head(outputs: int, device: str) -> Model:
     return Model(network.to(device), base.tokenizer, source="minilm-l6")
 
 
-def _fine_tune(model: Model, train: LabeledData, epochs: int, seed: int) -> None:
+def fine_tune(model: Model, train: LabeledData, epochs: int, seed: int) -> None:
     network = model.network
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=DECAY)

@@ -14,11 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +23,10 @@ import numpy as np
 import torch
 from cifar_resnet import PROCESSOR, write_model
 from common import table, write
+from qat_runs import Row, add_options, apply_step, mean_and_seeds, run_cells, train_cells
 from torch import Tensor
 from train_runs import cifar10
 
-from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.distillation.base import Student, process_group
 from smelt.compression.distillation.losses import Labels
 from smelt.compression.distillation.samples import Samples
@@ -51,23 +48,17 @@ ROWS: dict[str, dict[str, Any]] = {
     "PACT + SAWB, SPEQ u = 0": {"method": "speq", "probability": 0.0},
 }
 GRID = {2: list(ROWS), 3: ["min-max", "DoReFa", "PACT + SAWB"], 4: ["min-max", "DoReFa", "PACT + SAWB"]}
-Row = dict[str, Any]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_options(parser, "qat_cifar", seeds=[0, 1, 2], jobs=8)
     parser.add_argument("--epochs", type=float, default=30)
     parser.add_argument("--images", type=int, default=50_000, help="of the training set")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--bits", type=int, nargs="+", default=[2, 3, 4])
-    parser.add_argument("--jobs", type=int, default=8, help="rows that are trained at the same time")
-    parser.add_argument("--folder", type=Path, help="for the dense network and the images; kept if given")
-    parser.add_argument("--name", default="qat_cifar", help="of the results file")
-    parser.add_argument("--cell", help=argparse.SUPPRESS)  # train one row in this process
     options = parser.parse_args()
-    if options.cell is not None:
-        print("ROW" + json.dumps(train_row(json.loads(options.cell), options)), flush=True)
+    if options.cells is not None:
+        train_cells(options.cells, lambda cell: train_row(cell, options))
         return
     with tempfile.TemporaryDirectory() as temporary:
         options.folder = options.folder or Path(temporary)
@@ -75,27 +66,16 @@ def main() -> None:
         if not (options.folder / "cifar10.npz").exists():
             cifar10(options.folder)
         dense = {"row": "dense", "bits": 32, "seed": 0}
-        rows = [run_cell(dense, options)]
         cells = [
             {"row": name, "bits": bits, "seed": seed}
             for seed in options.seeds for bits in options.bits for name in GRID[bits]
         ]  # fmt: skip
-        with ThreadPoolExecutor(options.jobs) as pool:
-            for row in pool.map(lambda cell: run_cell(cell, options), cells):
-                rows.append(row)
-                write(options.name, rows, text(rows, options))
-
-
-def run_cell(cell: Row, options: argparse.Namespace) -> Row:
-    flags = ["--device", options.device, "--epochs", str(options.epochs), "--images", str(options.images)]
-    command = [sys.executable, __file__, "--cell", json.dumps(cell), "--folder", str(options.folder), *flags]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = [line for line in process.stdout.splitlines() if line.startswith("ROW")]
-    if not found:
-        raise SystemExit(f"{cell} failed:\n{process.stderr[-3000:]}")
-    row: Row = json.loads(found[0][3:])
-    print({key: value for key, value in row.items() if "curve" not in key}, flush=True)
-    return row
+        flags = ["--device", options.device, "--epochs", str(options.epochs), "--images", str(options.images)]
+        flags += ["--folder", str(options.folder)]
+        rows = list(run_cells(__file__, [[dense]], 1, flags))
+        for row in run_cells(__file__, [[cell] for cell in cells], options.jobs, flags):
+            rows.append(row)
+            write(options.name, rows, text(rows, options))
 
 
 def images(folder: Path, split: str, device: str, count: int | None = None) -> dict[str, Tensor]:
@@ -108,8 +88,6 @@ def images(folder: Path, split: str, device: str, count: int | None = None) -> d
 
 
 def train_row(cell: Row, options: argparse.Namespace) -> Row:
-    torch.backends.cudnn.benchmark = True
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     dense = options.folder / "dense"
     batch = images(options.folder, "train", options.device, options.images)
     begun = time.monotonic()
@@ -122,11 +100,7 @@ def train_row(cell: Row, options: argparse.Namespace) -> Row:
         facts: Row = {"published_accuracy": before}
     else:
         model = load(str(dense), device=options.device)
-        method = METHODS.build(settings(cell["row"], cell["bits"], options))
-        with tempfile.TemporaryDirectory() as folder:
-            facts = method.apply(model, MethodContext(batches=[batch], seed=cell["seed"], folder=Path(folder)))
-        kept = ("steps", "final_loss", "loss_curve", "mean_alpha_curve", "conversion_error", "validation_accuracy")
-        facts = {key: facts[key] for key in kept if key in facts}
+        facts = apply_step(settings(cell["row"], cell["bits"], options), model, [batch], cell["seed"])
     seconds = time.monotonic() - begun
     return {**cell, "accuracy": accuracy(model, options), "seconds": seconds, **facts}
 
@@ -173,13 +147,14 @@ def accuracy(model: Model, options: argparse.Namespace) -> float:
 def text(rows: list[Row], options: argparse.Namespace) -> str:
     dense, *others = rows
     cells = []
+    others.sort(key=lambda row: (row["bits"], list(ROWS).index(row["row"]), row["seed"]))
     for bits, name in dict.fromkeys((row["bits"], row["row"]) for row in others):
         same = [row for row in others if (row["bits"], row["row"]) == (bits, name)]
         accuracies = [100 * row["accuracy"] for row in same]
         mean = statistics.mean(accuracies)
         alphas = [row["mean_alpha_curve"] for row in same if "mean_alpha_curve" in row]
         cells.append([
-            f"W{bits}A{bits}", name, f"{mean:.2f}", ", ".join(f"{value:.2f}" for value in accuracies),
+            f"W{bits}A{bits}", name, *mean_and_seeds(accuracies),
             f"{mean - 100 * dense['accuracy']:+.2f}", f"{max(row['conversion_error'] for row in same):.0e}",
             f"{alphas[0][0][1]:.2f} to {alphas[0][-1][1]:.2f}" if alphas else "",
         ])  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -208,6 +209,19 @@ def test_samples_are_padded_split_and_augmented_repeatably() -> None:
     cropped = [crop_and_flip(pixels, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
     assert torch.equal(cropped[0], cropped[1]) and not torch.equal(cropped[0], cropped[2])
     assert all(_is_crop(image, source) for image, source in zip(cropped[0], pixels, strict=True))
+
+
+def test_batches_are_as_long_as_their_longest_text() -> None:
+    lengths = torch.tensor([3, 9, 40, 17])
+    mask = (torch.arange(40) < lengths[:, None]).long()
+    ids = mask * torch.randint(3, 90, (4, 40), generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([0, 1, 0, 1])
+    samples = Samples({"input_ids": ids, "attention_mask": mask, "labels": labels})
+    short, long = samples.batch(np.array([1, 0])), samples.batch(np.array([0, 2]))
+    assert short["input_ids"].shape == (2, 16) and long["input_ids"].shape == (2, 40)
+    assert torch.equal(short["input_ids"], ids[[1, 0], :16]) and short["labels"].tolist() == [1, 0]
+    left = Samples({"input_ids": ids.flip(1), "attention_mask": mask.flip(1)})
+    assert left.batch(np.array([0]))["input_ids"].shape == (1, 40), "padding before a text stays"
 
 
 def _is_crop(image: Tensor, source: Tensor) -> bool:

@@ -15,13 +15,15 @@ from smelt.train.trainer.dataloader import MapDataset
 
 SAMPLE_INDICES = "sample_indices"  # of a batch: which samples it consists of, [batch]
 CROP_PADDING = 4  # pixels around an image that a random crop may begin in
+_LENGTH_MULTIPLE = 8  # batches of texts are padded to a multiple of this: few shapes, and aligned GEMMs
 
 
 class Samples(MapDataset):
-    """The samples of all batches, padded to the longest, as one tensor per input."""
+    """The samples of all batches, padded to the longest, as one tensor per input; batches have less padding."""
 
     def __init__(self, tensors: Batch, *, augment: bool = False, seed: int = 0) -> None:
         self.tensors, self._augment, self._seed = tensors, augment, seed
+        self._lengths = _text_lengths(tensors["attention_mask"]) if "attention_mask" in tensors else None
 
     @classmethod
     def from_batches(cls, batches: Sequence[Batch], device: torch.device, *, augment: bool, seed: int) -> Samples:
@@ -53,6 +55,8 @@ class Samples(MapDataset):
     def batch(self, indices: np.ndarray) -> Batch:
         rows = torch.from_numpy(indices).to(next(iter(self.tensors.values())).device)
         batch = {name: tensor.index_select(0, rows) for name, tensor in self.tensors.items()}
+        if self._lengths is not None:
+            batch = _trim(batch, int(self._lengths[indices].max()))
         if self._augment:
             generator = torch.Generator().manual_seed(_hash(indices, self._seed))
             batch["pixel_values"] = crop_and_flip(batch["pixel_values"], generator)
@@ -72,6 +76,19 @@ def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
     samples = torch.arange(batch, device=device)[:, None, None, None]
     channels = torch.arange(images.shape[1], device=device)[None, :, None, None]
     return padded[samples, channels, rows[:, None, :, None], columns[:, None, None, :]]
+
+
+def _text_lengths(mask: Tensor) -> np.ndarray:
+    """Return where the last token of each text is, plus one, on the host: [samples]."""
+    positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    lengths: np.ndarray = (mask * positions).amax(dim=1).cpu().numpy()
+    return lengths
+
+
+def _trim(batch: Batch, longest: int) -> Batch:
+    """Cut off padding that no text of the batch needs from all tensors with a value per token."""
+    length, shape = max(-(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, 1), batch["attention_mask"].shape
+    return {name: tensor[:, :length] if tensor.shape[:2] == shape else tensor for name, tensor in batch.items()}
 
 
 def _pad(tensor: Tensor, longest: int) -> Tensor:

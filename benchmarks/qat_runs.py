@@ -1,0 +1,90 @@
+"""Shared by the benchmarks of quantization-aware training: cells of a grid are trained in processes, side by side.
+
+A script calls `run_cells` for its grid and `train_cells` where it is started with `--cells`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import torch
+
+from smelt.compression.base import MethodContext
+from smelt.compression.methods import METHODS
+from smelt.data import Batch
+from smelt.models.model import Model
+
+Row = dict[str, Any]
+_MARK = "ROW"
+_FACTS = ("steps", "final_loss", "loss_curve", "mean_alpha_curve", "conversion_error", "validation_accuracy")
+
+
+def add_options(parser: argparse.ArgumentParser, name: str, seeds: Sequence[int], jobs: int) -> None:
+    """Add the options that all grids have."""
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(seeds))
+    parser.add_argument("--jobs", type=int, default=jobs, help="cells that are trained at the same time")
+    parser.add_argument("--folder", type=Path, help="for unquantized networks and data; kept if given")
+    parser.add_argument("--name", default=name, help="of the results file")
+    parser.add_argument("--cells", help=argparse.SUPPRESS)  # train these in this process
+
+
+def run_cells(script: str, parts: Sequence[Sequence[Row]], jobs: int, flags: Sequence[str]) -> Iterator[Row]:
+    """Run a script with `--cells` in a process for each part, `jobs` at a time; yield rows as they are finished."""
+    finished: Queue[Row | str] = Queue()
+
+    def run(part: Sequence[Row]) -> None:
+        command = [sys.executable, script, "--cells", json.dumps(part), *flags]
+        with tempfile.TemporaryFile("w+") as errors:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+            assert process.stdout is not None
+            done = 0
+            for line in process.stdout:
+                if line.startswith(_MARK):
+                    finished.put(json.loads(line[len(_MARK) :]))
+                    done += 1
+            process.wait()
+            if done < len(part):
+                errors.seek(0)
+                finished.put(f"{part[done]} failed:\n{errors.read()[-3000:]}")
+
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(run, part) for part in parts]
+        for _ in range(sum(map(len, parts))):
+            row = finished.get()
+            if isinstance(row, str):
+                for future in futures:
+                    future.cancel()
+                raise SystemExit(row)
+            print({key: value for key, value in row.items() if "curve" not in key}, flush=True)
+            yield row
+
+
+def train_cells(cells: str, train: Callable[[Row], Row]) -> None:
+    """Train the cells of this process and print a row for each."""
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    for cell in json.loads(cells):
+        print(_MARK + json.dumps(train(cell)), flush=True)
+
+
+def apply_step(step: Row, model: Model, batches: Sequence[Batch], seed: int) -> Row:
+    """Apply a step of a recipe to the model; return the facts that the tables use."""
+    with tempfile.TemporaryDirectory() as folder:
+        facts = METHODS.build(step).apply(model, MethodContext(batches=batches, seed=seed, folder=Path(folder)))
+    return {key: facts[key] for key in _FACTS if key in facts}
+
+
+def mean_and_seeds(values: Sequence[float]) -> list[str]:
+    """Return two cells of a table: the mean, and the value of each seed."""
+    return [f"{statistics.mean(values):.2f}", ", ".join(f"{value:.2f}" for value in values)]
