@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from smelt.progress import NullProgress, Progress
 
 BATCH_SIZE = 32  # sequences that are generated together
-_FIRST_GREEDY_TOKENS = (3, 4, 5)  # length of the start of a text, the first token included, in turns
+_GREEDY_LENGTHS = (3, 4, 5)  # of the start of a text, the random first token included, in turns
 _TOP_K = 50
 
 
@@ -57,6 +57,7 @@ def generate_text(
     samples: int,
     length: int,
     seed: int,
+    batch_size: int = BATCH_SIZE,
     progress: Progress = NullProgress(),  # noqa: B008
 ) -> torch.Tensor:
     """Return text that the network generates from nothing, `samples` sequences of `length` tokens, as LLM-QAT does.
@@ -67,29 +68,21 @@ def generate_text(
     special = set(end_tokens(network))
     vocabulary = [token for token in range(network.config.get_text_config().vocab_size) if token not in special]
     device = next(network.parameters()).device
+    texts: list[list[int]] = [[]] * samples
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        first = torch.randint(len(vocabulary), (samples,)).tolist()
-        starts = [[vocabulary[index]] for index in first]
-        texts: list[list[int]] = []
-        for start in range(0, samples, BATCH_SIZE):
-            turn = _FIRST_GREEDY_TOKENS[start // BATCH_SIZE % len(_FIRST_GREEDY_TOKENS)]
-            texts += _extend(network, starts[start : start + BATCH_SIZE], min(turn, length), None, NullProgress())
-        return torch.tensor(_extend(network, texts, length, _TOP_K, progress))
-
-
-def _extend(
-    network: Any, texts: list[list[int]], length: int, top_k: int | None, progress: Progress
-) -> list[list[int]]:
-    """Generate until every text has this length. Texts of one length are generated together."""
-    extended = list(texts)
-    for size in sorted({len(text) for text in texts if len(text) < length}):
-        indices = [index for index, text in enumerate(texts) if len(text) == size]
-        prompts = [texts[index] for index in indices]
-        new = generate(network, prompts, length - size, top_k=top_k, ignore_eos=True, progress=progress)
-        for index, tokens in zip(indices, new, strict=True):
-            extended[index] = texts[index] + tokens
-    return extended
+        starts = [[vocabulary[index]] for index in torch.randint(len(vocabulary), (samples,)).tolist()]
+        for turn, greedy in enumerate(_GREEDY_LENGTHS):
+            part = starts[turn :: len(_GREEDY_LENGTHS)]
+            for end, top_k in ((min(greedy, length), None), (length, _TOP_K)):
+                new = end - len(part[0]) if part else 0
+                if new > 0:
+                    added = generate(
+                        network, part, new, top_k=top_k, ignore_eos=True, batch_size=batch_size, progress=progress
+                    )
+                    part = [text + tokens for text, tokens in zip(part, added, strict=True)]
+            texts[turn :: len(_GREEDY_LENGTHS)] = part
+    return torch.tensor(texts)
 
 
 def end_tokens(network: Any) -> list[int]:

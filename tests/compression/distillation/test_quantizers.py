@@ -23,6 +23,8 @@ WEIGHTS: list[dict[str, Any]] = [
     {"quantizer": "lsq", "weight_format": "int3/row@float16"},
     {"quantizer": "lsq", "weight_format": "int4/tensor"},
     {"quantizer": "lsq", "weight_format": "ternary/16"},
+    {"quantizer": "lsq", "weight_format": "int2-float-zero/16@float16", "scale_init": "mse"},
+    {"quantizer": "lsq", "weight_format": "int3-float-zero/tensor", "scale_init": "mse"},
     {"quantizer": "dorefa", "bits": 2},
     {"quantizer": "dorefa", "bits": 4},
     {"quantizer": "twn"},
@@ -165,6 +167,29 @@ def test_gradients_of_weights() -> None:
     assert scale.grad is not None
     by_hand = (-2 + (0 + 0.4) + (0 - 0.1) + 1) / 4**0.5  # clipped at -2, rounded to 0 twice, clipped at 1
     assert float(scale.grad) == pytest.approx(by_hand, abs=1e-6)
+
+
+def test_a_learned_zero_point_starts_between_two_levels() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(8, 64)
+    settings = {"quantizer": "lsq", "weight_format": "int2-float-zero/row", "scale_init": "mse"}
+    quantizer = WEIGHT_QUANTIZERS.build(settings)
+    learned = quantizer.init(weight)
+    fake = quantizer.fake_quantize(weight, learned)
+    assert torch.allclose(fake.abs().amax(-1), 1.5 * learned["scale"].flatten()) and bool(
+        (learned["zero"] == 1.5).all()
+    )
+    errors = [float((quantizer.fake_quantize(weight, {**learned, "scale": f * learned["scale"]}) - weight).norm())
+              for f in (0.9, 1.0, 1.1)]  # fmt: skip
+    assert errors[1] <= min(errors[0], errors[2]), "the scales have the least squared error"
+    mean = WEIGHT_QUANTIZERS.build({**settings, "scale_init": "mean"})
+    assert float((mean.fake_quantize(weight, mean.init(weight)) - weight).norm()) > errors[1]
+    # Clipped above, clipped below, between: (1.5 s - z s) per hand with s = 1, z = 1.5.
+    scale, zero = (torch.tensor([[[value]]], requires_grad=True) for value in (1.0, 1.5))
+    quantizer.fake_quantize(torch.tensor([[9.0, -9.0, 9.0, 0.2]]), {"scale": scale, "zero": zero}).sum().backward()
+    assert scale.grad is not None and zero.grad is not None
+    assert float(scale.grad) == pytest.approx((1.5 - 1.5 + 1.5 + (0.5 - 0.2)) / (4 * 1.5) ** 0.5, abs=1e-6)
+    assert float(zero.grad) == pytest.approx(-3 / (4 * 1.5) ** 0.5, abs=1e-6)
 
 
 def test_one_sided_pact_refuses_negative_inputs() -> None:

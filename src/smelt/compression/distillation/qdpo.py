@@ -50,6 +50,7 @@ class Qdpo(QuantizationAwareTraining):
     beta: float = 0.1  # how far the quantized model may move from the reference: less for a larger beta
     max_new_tokens: int = 512  # of an answer
     reference_free: bool = False  # leave out the 16-bit model's log-probabilities: a control
+    generation_batch_size: int = 32  # prompts that are answered together
     batch_size: int = 8  # pairs per step; ours
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-6))
     warmup_ratio: float = 0.1  # share of the steps; `warmup_steps` of the schedule take precedence
@@ -61,6 +62,7 @@ class Qdpo(QuantizationAwareTraining):
         super().__post_init__()
         within(self.name, "beta", self.beta, 1e-6, 100.0)
         within(self.name, "max_new_tokens", self.max_new_tokens, 1, 1_000_000)
+        within(self.name, "generation_batch_size", self.generation_batch_size, 1, 1_000_000)
         within(self.name, "warmup_ratio", self.warmup_ratio, 0.0, 1.0)
         if self.augment:
             raise RecipeError("qdpo trains on text, which cannot be augmented; remove `augment`.")
@@ -105,13 +107,14 @@ class Qdpo(QuantizationAwareTraining):
             for batch in context.batches
             for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
         ]
-        chosen = generate(model.network, prompts, self.max_new_tokens, progress=context.progress)
+        together: dict[str, Any] = {"batch_size": self.generation_batch_size, "progress": context.progress}
+        chosen = generate(model.network, prompts, self.max_new_tokens, **together)
         quantized = copy.deepcopy(model.network).float()
         prepare(quantized, dict.fromkeys(self._columns(model.anatomy), self.weights), self.inputs)
         init_activations(quantized, {name: tensor.to(model.device) for name, tensor in context.batches[0].items()})
         convert(quantized)
         with dequantized_weights(quantized, torch.float32):
-            rejected = generate(quantized, prompts, self.max_new_tokens, progress=context.progress)
+            rejected = generate(quantized, prompts, self.max_new_tokens, **together)
         del quantized
         pairs = preference_pairs(prompts, chosen, rejected)
         reference = torch.zeros(len(pairs["input_ids"]), 2)

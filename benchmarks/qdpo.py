@@ -1,0 +1,276 @@
+"""QDPO of SmolLM2-135M-Instruct at 4 bits: flips, the first flip, and what the 16-bit model prefers, three seeds.
+
+    PYTHONPATH=src:benchmarks python benchmarks/qdpo.py [--device cuda] [--jobs 4] [--seeds 0 1 2] [--format FORMAT]
+    PYTHONPATH=src:benchmarks python benchmarks/qdpo.py --smoke     (tiny model on CPU; writes no results)
+
+The bundled weights lie on a 4-bit grid, so each seed first rotates the network by a random Hadamard matrix, which
+preserves its function. Prompts are the dialogues of HH-RLHF without their last answer. Both models answer the training
+prompts greedily once per seed, and all rows train on these answers with the same number of steps: QDPO on the pairs,
+with and without the reference, the controls on the 16-bit model's answers alone: SFT (cross-entropy) and KD (KL of all
+tokens). Each row is run with two learning rates, the card's 1e-6 and 1e-5.
+
+On held-out prompts, all with the packed network:
+- flip rate: share of the tokens of the 16-bit model's answers where the row's most likely token is another one;
+- first flip: tokens before the row's own greedy answer differs; and the share of answers that do not;
+- log-probability: mean over answers of the 16-bit model's log-probability per token of the row's own answer, and how
+  often it prefers that to the answer of the untrained quantized model, ties half. The 16-bit model judges answers that
+  imitate it: this is no independent judge.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import shared, table, write
+from torch import Tensor
+
+from smelt.compression.base import Batch, MethodContext
+from smelt.compression.checkpoint import Checkpoint
+from smelt.compression.distillation.losses import IGNORED
+from smelt.compression.distillation.qdpo import Qdpo, answer_log_probs, common_prefix
+from smelt.compression.methods import METHODS
+from smelt.compression.recipe.inputs import calibration_batches
+from smelt.compression.recipe.recipe import CalibrationSettings
+from smelt.data import load_prompts
+from smelt.models.generation import generate
+from smelt.models.load import load
+from smelt.models.model import Model
+from smelt.models.quantized import dequantized_weights
+
+RATES = (1e-6, 1e-5)
+UNTRAINED = "rounded to nearest"
+TRAINED = ("SFT", "KD", "QDPO", "QDPO without the reference")
+Row = dict[str, Any]
+
+
+def main() -> None:
+    options = parse()
+    if options.cell is not None:
+        print("ROW" + json.dumps(run_row(json.loads(options.cell), options)), flush=True)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        options.folder = options.folder or Path(temporary)
+        options.folder.mkdir(parents=True, exist_ok=True)
+        rows: list[Row] = []
+        with ThreadPoolExecutor(options.jobs) as pool:
+            first = [{"row": UNTRAINED, "seed": seed} for seed in options.seeds]
+            others = [
+                {"row": name, "seed": seed, "lr": lr}
+                for seed in options.seeds
+                for lr in options.rates
+                for name in TRAINED
+            ]
+            for cells in (first, others):  # the pairs of a seed are generated with its untrained row
+                for row in pool.map(lambda cell: run_process(cell, options), cells):
+                    rows.append(row)
+                    if not options.smoke:
+                        write(options.name, rows, describe(rows, options))
+        if options.smoke:
+            print(describe(rows, options))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--format", default="int4-asym/64@float16", help="of the weights")
+    parser.add_argument("--prompts", type=int, default=1280, help="to train on")
+    parser.add_argument("--held-out", type=int, default=256, help="prompts to measure on")
+    parser.add_argument("--prompt-tokens", type=int, default=192, help="longer prompts are left out")
+    parser.add_argument("--answer-tokens", type=int, default=128, help="at most")
+    parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=4, help="rows that are trained at the same time")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model; nothing is written")
+    parser.add_argument("--folder", type=Path, help="for the pairs; kept if given")
+    parser.add_argument("--name", default="qdpo", help="of the results file")
+    parser.add_argument("--cell", help=argparse.SUPPRESS)  # one row in this process
+    options = parser.parse_args()
+    if options.smoke:
+        tiny = {"model": str(shared() / "weights" / "stories260K"), "format": "int3-asym/4@float16", "prompts": 24,
+                "held_out": 8, "prompt_tokens": 300, "answer_tokens": 12, "rates": [1e-4], "seeds": [0],
+                "device": "cpu", "jobs": 1}  # fmt: skip
+        vars(options).update(tiny)
+    return options
+
+
+def run_process(cell: Row, options: argparse.Namespace) -> Row:
+    """Run a row in a process of its own."""
+    keys = ("device", "model", "format", "prompts", "held_out", "prompt_tokens", "answer_tokens", "folder")
+    flags = [part for key in keys for part in (f"--{key.replace('_', '-')}", str(getattr(options, key)))]
+    command = [sys.executable, __file__, "--cell", json.dumps(cell), *flags, *(["--smoke"] if options.smoke else [])]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = [line for line in process.stdout.splitlines() if line.startswith("ROW")]
+    if not found:
+        raise SystemExit(f"{cell} failed:\n{process.stderr[-3000:]}")
+    row: Row = json.loads(found[0][3:])
+    print(row, flush=True)
+    return row
+
+
+def run_row(cell: Row, options: argparse.Namespace) -> Row:
+    torch.set_float32_matmul_precision("high")
+    seed, folder = cell["seed"], options.folder / f"seed-{cell['seed']}"
+    model = load(options.model, device=options.device, dtype=torch.float32)
+    METHODS.build({"method": "rotate"}).apply(model, MethodContext(seed=seed))
+    dense = copy.deepcopy(model.network).eval()
+    train, held_out = prompt_batches(model, seed, options)
+    begun = time.perf_counter()
+    if cell["row"] == UNTRAINED:
+        method = METHODS.build(step("QDPO", 1e-6, options))
+        assert isinstance(method, Qdpo)
+        Checkpoint(folder).save("pairs", method.make_pairs(model, MethodContext(batches=train, seed=seed)))
+        METHODS.build({"method": "rtn", "format": options.format}).apply(model, MethodContext())
+        facts: Row = {"pairs": len(pairs_of(folder)["input_ids"])}
+    else:
+        facts = train_row(cell, model, train, folder, options)
+    facts["seconds"] = time.perf_counter() - begun
+    return {**cell, **facts, **measure(model, dense, held_out, folder, cell["row"] == UNTRAINED, options)}
+
+
+def prompt_batches(model: Model, seed: int, options: argparse.Namespace) -> tuple[list[Batch], list[Batch]]:
+    """Return training prompts and held-out ones, in batches of 64."""
+    count = options.prompts + options.held_out
+    settings = CalibrationSettings(source="hh_rlhf", samples=count, seq_len=options.prompt_tokens, batch_size=64)
+    data = load_prompts(shared() / "data/hh_rlhf_harmless_test/test.jsonl.gz")
+    rows = [row[mask.bool()] for batch in calibration_batches(settings, data, model, seed)
+            for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]  # fmt: skip
+    return padded(rows[options.held_out :]), padded(rows[: options.held_out])
+
+
+def padded(rows: list[Tensor]) -> list[Batch]:
+    batches = []
+    for start in range(0, len(rows), 64):
+        part = rows[start : start + 64]
+        masks = [torch.ones_like(row) for row in part]
+        batches.append({
+            name: torch.nn.utils.rnn.pad_sequence(each, batch_first=True)
+            for name, each in (("input_ids", part), ("attention_mask", masks))
+        })  # fmt: skip
+    return batches
+
+
+def step(row: str, lr: float, options: argparse.Namespace) -> Row:
+    """Return the step of a recipe."""
+    weights = {"quantizer": "minmax", "weight_format": options.format}
+    precision = "bf16" if options.device == "cuda" else "off"
+    training = {"weights": weights, "batch_size": 8, "epochs": 1.0, "optimizer": {"lr": lr}, "precision": precision,
+                "select": "last", "checkpoint_every": 1_000_000}  # fmt: skip
+    if row in ("SFT", "KD"):
+        loss = {"losses": [{"loss": "logits"}], "teacher": "source"} if row == "KD" else {}
+        return {"method": "qat", **training, **loss, "schedule": {"warmup_steps": round(0.1 * options.prompts / 8)}}
+    generation = {"max_new_tokens": options.answer_tokens, "generation_batch_size": 256}
+    return {"method": "qdpo", **training, **generation}
+
+
+def pairs_of(folder: Path) -> Batch:
+    pairs = Checkpoint(folder).load("pairs")
+    assert pairs is not None
+    return pairs
+
+
+def train_row(cell: Row, model: Model, train: list[Batch], folder: Path, options: argparse.Namespace) -> Row:
+    method = METHODS.build(step(cell["row"], cell["lr"], options))
+    with tempfile.TemporaryDirectory() as temporary:
+        work, pairs = Checkpoint(Path(temporary) / "work"), pairs_of(folder)
+        batches = train
+        if cell["row"] in ("SFT", "KD"):
+            batches = [chosen_answers(pairs)]
+        elif cell["row"] == "QDPO":
+            (Path(temporary) / "work").mkdir()
+            shutil.copy(folder / "pairs.safetensors", Path(temporary) / "work")
+        else:
+            work.save("pairs", {**pairs, "reference": torch.zeros_like(pairs["reference"])})
+        context = MethodContext(batches=batches, seed=cell["seed"], folder=Path(temporary), checkpoint=work)
+        facts = method.apply(model, context)
+    return {name: facts[name] for name in ("steps", "final_loss", "conversion_error")}
+
+
+def chosen_answers(pairs: Batch) -> Batch:
+    """Return the 16-bit model's answers with their prompts, of which only the answers are labels."""
+    ids, mask, labels = (pairs[name][:, 0] for name in ("input_ids", "attention_mask", "labels"))
+    starts = (labels != IGNORED).int().argmax(-1) - pairs["first_flip"]
+    positions = torch.arange(ids.shape[1])
+    answer = (positions >= starts[:, None]) & mask.bool()
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(~answer, IGNORED)}
+
+
+@torch.no_grad()
+def measure(
+    model: Model, dense: Any, batches: list[Batch], folder: Path, untrained: bool, options: argparse.Namespace
+) -> Row:
+    prompts = [row[mask.bool()].tolist() for batch in batches
+               for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]  # fmt: skip
+    with dequantized_weights(model.network, torch.float32):
+        reference = generate(dense, prompts, options.answer_tokens, batch_size=256)
+        answers = generate(model.network, prompts, options.answer_tokens, batch_size=256)
+        flips = [flip for prompt, answer in zip(prompts, reference, strict=True)
+                 for flip in flipped(model.network, dense, prompt, answer)]  # fmt: skip
+    prefixes = [common_prefix(one, other) for one, other in zip(answers, reference, strict=True)]
+    scores = [mean_log_prob(dense, *pair) for pair in zip(prompts, answers, strict=True)]
+    file = folder / "untrained-scores.json"
+    if untrained:
+        file.write_text(json.dumps(scores))
+    base = json.loads(file.read_text())
+    preferred = [0.5 if new == old else float(new > old) for new, old in zip(scores, base, strict=True)]
+    return {
+        "flip_rate": statistics.mean(flips),
+        "first_flip": statistics.mean(prefixes),
+        "same_answers": statistics.mean(float(one == other) for one, other in zip(answers, reference, strict=True)),
+        "log_prob": statistics.mean(scores),
+        "reference_log_prob": statistics.mean(mean_log_prob(dense, *p) for p in zip(prompts, reference, strict=True)),
+        "preferred": statistics.mean(preferred),
+    }
+
+
+def flipped(network: Any, dense: Any, prompt: list[int], answer: list[int]) -> list[float]:
+    """Return for each token of an answer whether the two networks rank another token first."""
+    ids = torch.tensor([prompt + answer], device=dense.device)
+    ours, theirs = (each(ids).logits[0, len(prompt) - 1 : -1].argmax(-1) for each in (network, dense))
+    return (ours != theirs).float().tolist()
+
+
+def mean_log_prob(dense: Any, prompt: list[int], answer: list[int]) -> float:
+    """Return the 16-bit model's log-probability of an answer per token."""
+    ids = torch.tensor([prompt + answer], device=dense.device)
+    labels = ids.clone()
+    labels[:, : len(prompt)] = IGNORED
+    return float(answer_log_probs(dense(ids).logits, labels)) / len(answer)
+
+
+def describe(rows: list[Row], options: argparse.Namespace) -> str:
+    cells = []
+    for name, lr in dict.fromkeys((row["row"], row.get("lr")) for row in rows):
+        same = [row for row in rows if (row["row"], row.get("lr")) == (name, lr)]
+        spread = [
+            f"{statistics.mean(scale * row[key] for row in same):.{digits}f} ("
+            f"{min(scale * row[key] for row in same):.{digits}f} to {max(scale * row[key] for row in same):.{digits}f})"
+            for key, scale, digits in (("flip_rate", 100, 2), ("first_flip", 1, 1), ("same_answers", 100, 1),
+                                       ("log_prob", 1, 4), ("preferred", 100, 1))
+        ]  # fmt: skip
+        cells.append([name, "" if lr is None else f"{lr:g}", *spread, str(len(same))])
+    headings = ["row", "lr", "flips, %", "tokens before the first flip", "same answers, %", "log-probability",
+                "preferred to untrained, %", "seeds"]  # fmt: skip
+    reference = statistics.mean(row["reference_log_prob"] for row in rows)
+    return (
+        f"# QDPO of SmolLM2-135M-Instruct, {options.format}\n\nMean over seeds (lowest to highest). "
+        f"{options.prompts:,} prompts of HH-RLHF to train on, {options.held_out} held out, answers of at most "
+        f"{options.answer_tokens} tokens. The 16-bit model's own answers have a log-probability of {reference:.4f} per "
+        "token. It judges answers that imitate it: no independent judge.\n\n" + table(headings, cells)
+    )
+
+
+if __name__ == "__main__":
+    main()
