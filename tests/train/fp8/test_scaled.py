@@ -211,6 +211,17 @@ def test_shapes_that_are_no_multiples_fall_back_and_are_counted() -> None:
     assert shares == {96: pytest.approx(6), 98: pytest.approx(4)}
 
 
+def test_attention_is_counted_with_grouped_queries() -> None:
+    """4 query heads share 2 key heads: [1, heads, 8 tokens, 16 channels]; backward has five products."""
+    query, key, value = (torch.randn(1, heads, 8, 16, requires_grad=True) for heads in (4, 2, 2))
+
+    def attend() -> None:
+        y = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        y.sum().backward()
+
+    assert count_gemm_flops(attend)["gemm_flops"] in (7 * 2 * 4 * 8 * 8 * 16, 6 * 2 * 4 * 8 * 8 * 16)  # fused, or not
+
+
 def test_excluded_layers_and_convolutions() -> None:
     training = convert_to_float8_training(Network(), Fp8Settings(exclude=["down"]))
     assert list(training.converted) == ["up"] and training.kept["down"] == "excluded by 'down'"
