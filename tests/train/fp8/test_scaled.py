@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from smelt.errors import ConfigError, ModelError
 from smelt.numerics.float_format import FP8_E4M3, FP8_E5M2
@@ -209,6 +210,25 @@ def test_shapes_that_are_no_multiples_fall_back_and_are_counted() -> None:
         assert flops["gemm_flops"] == 6 * layer + 3 * head and flops["fp8"] == 0
         shares[rows] = flops["emulated"] * flops["gemm_flops"] / layer
     assert shares == {96: pytest.approx(6), 98: pytest.approx(4)}
+
+
+def test_layers_of_gpt2_are_converted() -> None:
+    torch.manual_seed(0)
+    network = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=50, n_positions=32)).eval()
+    inputs = {"input_ids": tokens(64), "labels": tokens(64)}
+    expected = network(**inputs).loss
+    expected.backward()
+    weight: Any = network.transformer.h[0].mlp.c_fc.weight
+    exact = weight.grad.clone()
+    network.zero_grad()
+    training = convert_to_float8_training(network, Fp8Settings())
+    assert len(training.converted) == 4 and list(training.kept) == ["lm_head"]
+    loss = network(**inputs).loss
+    loss.backward()
+    assert loss != expected and abs(float((loss - expected).detach())) < 0.02
+    assert float((weight.grad - exact).norm() / exact.norm()) < 0.15
+    training.restore()
+    assert torch.equal(network(**inputs).loss, expected)
 
 
 def test_attention_is_counted_with_grouped_queries() -> None:
