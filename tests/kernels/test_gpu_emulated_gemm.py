@@ -13,7 +13,7 @@ from tests.kernels.triton_device import DEVICE  # isort: skip  (chooses the inte
 from smelt.kernels.dispatch import GPU, use_backend
 from smelt.kernels.emulated_gemm import emulated_matmul, select_backend
 from smelt.kernels.gpu import emulated_gemm as kernel
-from smelt.numerics.float_format import DLFLOAT16, FP8_E5M2_IBM, ROUNDINGS, FloatFormat, Rounding
+from smelt.numerics.float_format import DLFLOAT16, FP8_E4M3, FP8_E5M2_IBM, ROUNDINGS, FloatFormat, Rounding
 from tests.kernels.emulated_operands import assert_same_bits, difficult_operands, with_kernel
 
 CASES = [
@@ -40,6 +40,20 @@ def test_bit_for_bit(
             with with_kernel(monkeypatch, partial(kernel.emulated_matmul, programs=programs)):
                 actual = emulated_matmul(a, b, accumulator, 4, rounding, **settings)
             assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize(
+    "number_format", [FP8_E5M2_IBM, DLFLOAT16, FP8_E4M3, FloatFormat(3, 2, subnormals=False)], ids=str
+)
+def test_rounding_bit_for_bit(number_format: FloatFormat) -> None:
+    """Values of all magnitudes, ties, both zeros, infinities and NaN."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(2000, generator=generator) * torch.exp2(40 * torch.randn(2000, generator=generator))
+    ties = torch.arange(-64, 64) * number_format.min_positive / 4
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 3e38, -3e38, 1e-40, number_format.max_value])
+    x = torch.cat([values, ties, special]).to(DEVICE)
+    assert kernel.can_round(number_format) and not kernel.can_round(FloatFormat(8, 7))
+    assert_same_bits(kernel.round_to(x, number_format), number_format.round(x))
 
 
 def test_no_products(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,16 @@ def emulated_sum(
     return result.reshape(shape)
 
 
+def round_to(x: Tensor, number_format: FloatFormat) -> Tensor:
+    """Round float32 values to nearest, saturating, as `FloatFormat.round`; on a GPU in one pass."""
+    if select_backend(x) == GPU:
+        from smelt.kernels.gpu import emulated_gemm as gpu
+
+        if gpu.can_round(number_format):
+            return gpu.round_to(x, number_format)
+    return number_format.round(x)
+
+
 def select_backend(x: Tensor) -> str:
     """Return the backend that multiplies such a tensor."""
     return _select_backend(

@@ -16,6 +16,7 @@ from smelt.train.fp8.chunked import FP8, FP16, ChunkedGemm, convert_to_chunked_t
 from smelt.train.fp8.gemm_flops import count_gemm_flops
 from smelt.train.fp8.optimizer import Fp16AdamW, Fp16Rounding, Fp16SGD
 from smelt.train.fp8.settings import AccumulatorBits, ChunkedSettings
+from tests.train.parallel import run
 
 WIDE = ChunkedSettings(chunk_size=None, accumulator_bits=AccumulatorBits(23, 23, 23))
 
@@ -171,6 +172,22 @@ def test_sgd_in_fp16_is_sgd_where_nothing_is_rounded(nesterov: bool) -> None:
             weight.grad = torch.tensor([4.0, 2.0])
             optimizer.step()
     assert torch.equal(weights[0], weights[1])
+
+
+def _weights_of_rank() -> list[float]:
+    torch.manual_seed(torch.distributed.get_rank())  # as the trainer does: dropout differs between ranks
+    weight = nn.Parameter(torch.ones(100))
+    optimizer = Fp16SGD([weight], Fp16Rounding(0, stochastic=True), lr=1.0)
+    for _ in range(3):
+        weight.grad = torch.full_like(weight, 2.0**-11)
+        optimizer.step()
+    values: list[float] = weight.tolist()
+    return values
+
+
+def test_ranks_round_alike() -> None:
+    first, second = run(2, _weights_of_rank)
+    assert first == second and len(set(first)) > 1
 
 
 def test_adamw_keeps_weights_in_fp16() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from smelt.errors import ConfigError, ModelError
 from smelt.numerics.float_format import FP8_E4M3, FP8_E5M2
@@ -51,7 +52,7 @@ def tokens(rows: int = 128) -> Tensor:
 
 def train_step(network: nn.Module, inputs: Tensor) -> Tensor:
     network.zero_grad()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
         y: Tensor = network(inputs)
     y.float().square().mean().backward()
     return y.float()
@@ -211,6 +212,45 @@ def test_shapes_that_are_no_multiples_fall_back_and_are_counted() -> None:
     assert shares == {96: pytest.approx(6), 98: pytest.approx(4)}
 
 
+def test_layers_of_gpt2_are_converted() -> None:
+    torch.manual_seed(0)
+    network = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=50, n_positions=32)).eval()
+    inputs = {"input_ids": tokens(64), "labels": tokens(64)}
+    expected = network(**inputs).loss
+    expected.backward()
+    weight: Any = network.transformer.h[0].mlp.c_fc.weight
+    exact = weight.grad.clone()
+    network.zero_grad()
+    training = convert_to_float8_training(network, Fp8Settings())
+    assert len(training.converted) == 4 and list(training.kept) == ["lm_head"]
+    loss = network(**inputs).loss
+    loss.backward()
+    assert loss != expected and abs(float((loss - expected).detach())) < 0.02
+    assert float((weight.grad - exact).norm() / exact.norm()) < 0.15
+    training.restore()
+    assert torch.equal(network(**inputs).loss, expected)
+
+
+def test_attention_is_counted_with_grouped_queries() -> None:
+    """4 query heads share 2 key heads: [1, heads, 8 tokens, 16 channels]; backward has five products."""
+    query, key, value = (torch.randn(1, heads, 8, 16, requires_grad=True) for heads in (4, 2, 2))
+
+    def attend() -> None:
+        y = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        y.sum().backward()
+
+    assert count_gemm_flops(attend)["gemm_flops"] in (7 * 2 * 4 * 8 * 8 * 16, 6 * 2 * 4 * 8 * 8 * 16)  # fused, or not
+
+
+def test_scaled_products_of_pytorch_count_as_fp8() -> None:
+    a, b = quantize(heavy_tailed(48, 64, 0), E4M3, TENSOR), quantize(heavy_tailed(32, 64, 1), E4M3, TENSOR)
+    try:
+        flops = count_gemm_flops(lambda: scaled_mm(a, b, torch.float32, native=True))
+    except (RuntimeError, NotImplementedError) as error:
+        pytest.skip(f"this PyTorch has no scaled GEMM on CPU: {error}")
+    assert flops == {"gemm_flops": 2 * 48 * 64 * 32, "fp8": 1, "emulated": 0}
+
+
 def test_excluded_layers_and_convolutions() -> None:
     training = convert_to_float8_training(Network(), Fp8Settings(exclude=["down"]))
     assert list(training.converted) == ["up"] and training.kept["down"] == "excluded by 'down'"
@@ -249,6 +289,27 @@ def test_compiled_steps_equal_eager_ones(scaling: str) -> None:
         results.append({**{name: p.grad for name, p in network.named_parameters()}, **dict(network.named_buffers())})
     for name, tensor in results[0].items():
         assert tensor is not None and torch.equal(tensor, results[1][name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_gpu_multiplies_as_the_emulation(scaling: str) -> None:
+    recipe, device = RECIPES[scaling], torch.device("cuda", 0)
+    if not recipe.min_capability <= torch.cuda.get_device_capability(device) <= recipe.max_capability:
+        pytest.skip(f"this GPU has no GEMM for {scaling} scaling")
+    gradients: list[list[Tensor]] = []
+    for native in (True, False):
+        network, inputs = Network().to(device), tokens(256).to(device)
+        training = convert_to_float8_training(network, Fp8Settings(scaling))
+        for layer in training.converted.values():
+            gemm: Any = layer.gemm
+            assert gemm.native
+            gemm.native = native
+        flops = count_gemm_flops(lambda network=network, inputs=inputs: train_step(network, inputs))
+        assert flops["fp8" if native else "emulated"] > 0.5 and flops["emulated" if native else "fp8"] == 0
+        gradients.append([p.grad for p in network.parameters() if p.grad is not None])
+    for actual, expected in zip(*gradients, strict=True):
+        assert float((actual - expected).norm() / expected.norm()) < 0.02
 
 
 def _history_of_rank(rank_inputs: list[float]) -> list[float]:

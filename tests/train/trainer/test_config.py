@@ -95,6 +95,14 @@ def test_old_keys_work_with_a_warning_and_runs_started_with_them_resume(tmp_path
         config.check_same_run(before, tmp_path)
 
 
+def test_a_run_of_a_version_without_fp8_resumes(tmp_path: Path) -> None:
+    """Keys that it did not have count as defaults."""
+    before = {key: value for key, value in parse_config(MODEL).to_json().items() if key not in ("fp8", "compile")}
+    parse_config(MODEL).check_same_run(before, tmp_path)
+    with pytest.raises(ConfigError, match="was started with compile = False, and now it is True"):
+        parse_config({**MODEL, "compile": True}).check_same_run(before, tmp_path)
+
+
 def test_gradient_compression_settings() -> None:
     assert build_compressor(None) is None and build_compressor("none") is None
     assert build_compressor("bf16") == Dense(wire_dtype="bfloat16")

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from smelt.kernels.accumulation import Accumulation
+from smelt.numerics.float_format import FloatFormat
 
 _WORKSPACE = 1 << 26  # elements of the sums of chunks, at most
 _MAX_GRID_Z = 65535
@@ -38,19 +39,32 @@ def add(  # type: ignore[no-untyped-def]
     x, y, row, column, step, seed, max_value, min_positive, overflow, infinite, MANTISSA_BITS: tl.constexpr,
     MIN_EXPONENT: tl.constexpr, SUBNORMALS: tl.constexpr, ROUNDING: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Add and round to the accumulator's format. The formulas are those of `kernels/cpu/source/emulated_gemm.cpp`:
-    adding 2^MANTISSA steps to a magnitude and subtracting them again rounds it to a multiple of the step."""
+    """Add and round to the accumulator's format."""
     if FLOAT32:
         value = x + y
-        magnitude = tl.abs(value)
+    else:
+        value = sum_to_odd(x, y)
+    return round_value(
+        value, row, column, step, seed, max_value, min_positive, overflow, infinite, MANTISSA_BITS, MIN_EXPONENT,
+        SUBNORMALS, ROUNDING, FLOAT32,
+    )  # fmt: skip
+
+
+@triton.jit
+def round_value(  # type: ignore[no-untyped-def]
+    value, row, column, step, seed, max_value, min_positive, overflow, infinite, MANTISSA_BITS: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr, SUBNORMALS: tl.constexpr, ROUNDING: tl.constexpr, FLOAT32: tl.constexpr,
+):  # fmt: skip
+    """Round to a format. The formulas are those of `kernels/cpu/source/emulated_gemm.cpp`: adding 2^MANTISSA steps to a
+    magnitude and subtracting them again rounds it to a multiple of the step."""
+    magnitude = tl.abs(value)
+    if FLOAT32:
         bits = magnitude.to(tl.int32, bitcast=True)
         sign = value.to(tl.int32, bitcast=True) ^ bits
         code = tl.maximum(bits >> 23, MIN_EXPONENT + 127)
         steps = ((code + (23 - MANTISSA_BITS)) << 23).to(tl.float32, bitcast=True)
         result = (magnitude + steps) - steps
     else:
-        value = sum_to_odd(x, y)
-        magnitude = tl.abs(value)
         bits = magnitude.to(tl.int64, bitcast=True)
         sign = value.to(tl.int64, bitcast=True) ^ bits
         code = tl.maximum(bits >> 52, MIN_EXPONENT + 1023)
@@ -149,6 +163,41 @@ def sum_chunks_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         partial = following
     tl.store(out + element, total.to(tl.float32), mask=inside)
+
+
+@triton.jit
+def round_kernel(  # type: ignore[no-untyped-def]
+    x, out, numel, max_value, min_positive, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr,
+    SUBNORMALS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Round to nearest in float32, saturating."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + index, mask=index < numel, other=0.0)
+    limit = 2 * max_value  # everything beyond saturates, and the exponent of the largest floats would overflow
+    value = tl.where(value > limit, limit, tl.where(value < -limit, -limit, value))
+    value = round_value(
+        value, index, index, 0, 0, max_value, min_positive, max_value, max_value, MANTISSA_BITS, MIN_EXPONENT,
+        SUBNORMALS, "nearest", True,
+    )  # fmt: skip
+    tl.store(out + index, value, mask=index < numel)
+
+
+def round_to(x: Tensor, number_format: FloatFormat) -> Tensor:
+    """Round float32 values to nearest, saturating; `can_round` must be true of the format."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if x.numel():
+        round_kernel[(triton.cdiv(x.numel(), 1024),)](
+            x, out, x.numel(), number_format.max_value, number_format.min_positive,
+            MANTISSA_BITS=number_format.mantissa_bits, MIN_EXPONENT=number_format.min_exponent,
+            SUBNORMALS=number_format.subnormals, BLOCK=1024, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+def can_round(number_format: FloatFormat) -> bool:
+    """Return whether the steps of a format, 2^23 of them included, are normal values of float32."""
+    return number_format.min_exponent - number_format.mantissa_bits >= -126 and number_format.max_value < 2.0**80
 
 
 @lru_cache(maxsize=64)

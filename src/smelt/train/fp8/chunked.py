@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from smelt.errors import ModelError
-from smelt.kernels.emulated_gemm import emulated_matmul
+from smelt.kernels.emulated_gemm import emulated_matmul, round_to
 from smelt.numerics.float_format import DLFLOAT16, FP8_E5M2_IBM, FloatFormat
 from smelt.numerics.variance_retention import min_accumulator_bits
 from smelt.train.fp8.layers import (
@@ -96,7 +96,7 @@ class ChunkedGemm(LowPrecisionGemm):
 class _ChunkedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gemm: ChunkedGemm) -> Tensor:
-        x, weight = gemm.inputs.round(x), gemm.others.round(weight)
+        x, weight = round_to(x, gemm.inputs), round_to(weight, gemm.others)
         ctx.gemm = gemm
         ctx.save_for_backward(x, weight)
         return gemm.product("forward", x, weight)
@@ -105,7 +105,7 @@ class _ChunkedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         gemm: ChunkedGemm = ctx.gemm
-        grad = gemm.others.round(grad)
+        grad = round_to(grad, gemm.others)
         grad_x = gemm.product("backward", grad, weight.t()) if ctx.needs_input_grad[0] else None
         grad_weight = gemm.product("gradient", grad.t(), x.t()) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, None
@@ -116,7 +116,7 @@ class _ChunkedConv2d(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gemm: ChunkedGemm, conv: nn.Conv2d) -> Tensor:
-        x, weight = gemm.inputs.round(x), gemm.others.round(weight)
+        x, weight = round_to(x, gemm.inputs), round_to(weight, gemm.others)
         ctx.gemm, ctx.conv = gemm, conv
         ctx.save_for_backward(x, weight)
         return to_images(gemm.product("forward", unfold(x, conv), weight.flatten(1)), len(x), output_size(x, conv))
@@ -125,7 +125,7 @@ class _ChunkedConv2d(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         gemm: ChunkedGemm = ctx.gemm
-        grad = gemm.others.round(grad)
+        grad = round_to(grad, gemm.others)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             flipped = weight.flip(2, 3).transpose(0, 1).flatten(1)  # [in, out * kernel]
@@ -156,11 +156,11 @@ class _RoundFp16(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return FP16.round(x)
+        return round_to(x, FP16)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return FP16.round(grad)
+        return round_to(grad, FP16)
 
 
 def _round_output(module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -206,6 +206,6 @@ def convert_to_chunked_training(network: nn.Module, settings: ChunkedSettings) -
     if not training.converted:
         raise ModelError("this network has no linear layer or convolution, so that fp8-chunked does nothing.")
     for parameter in network.parameters():
-        parameter.copy_(FP16.round(parameter))
+        parameter.copy_(round_to(parameter, FP16))
     training.round_outputs(network)
     return training

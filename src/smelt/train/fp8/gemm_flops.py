@@ -11,10 +11,11 @@ from torch.utils.flop_counter import flop_registry
 
 _NATIVE = ("_scaled_mm", "_scaled_mm_v2")
 _EMULATED = {"emulated_scaled_mm": 2, "chunked_gemm": 1}  # the argument that is the second operand, [out, in]
+_ATTENTION = "_scaled_dot_product_"  # fused; PyTorch's formula has no CPU operator and no grouped queries
 
 
 class GemmFlops(TorchDispatchMode):
-    """Counts, while it is entered, the FLOPs of matrix products and convolutions: with FP8 operands, emulated, others.
+    """Counts, while it is entered, the FLOPs of matrix products, convolutions and attention: in FP8, emulated, others.
 
     Operators are counted as they are dispatched, so that a layer that fell back to bf16 counts as such. What
     `torch.compile` has compiled is not seen.
@@ -33,6 +34,10 @@ class GemmFlops(TorchDispatchMode):
             self.fp8 += 2 * args[0].numel() * args[1].shape[1]
         elif name in _EMULATED:
             self.emulated += 2 * args[0].numel() * len(args[_EMULATED[name]])
+        elif name.startswith(_ATTENTION):
+            backward = "_backward" in name  # recomputes one product and adds four
+            query, key = args[1:3] if backward else args[:2]
+            self.other += (5 if backward else 2) * 2 * query.numel() * key.shape[-2]
         elif packet in flop_registry:
             self.other += flop_registry[packet](*args, **kwargs, out_val=out)
         return out

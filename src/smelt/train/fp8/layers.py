@@ -54,7 +54,17 @@ class GemmConv2d(nn.Conv2d):
         return y if self.bias is None else y + self.bias.to(y.dtype).view(-1, 1, 1)
 
 
-_CLASSES: dict[type, Any] = {nn.Linear: GemmLinear, nn.Conv2d: GemmConv2d}
+class GemmConv1D(Conv1D):
+    """A linear layer of GPT-2, with weight [in, out], that multiplies by its `gemm`."""
+
+    gemm: LowPrecisionGemm
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.gemm.linear(x.reshape(-1, x.shape[-1]), self.weight.t())
+        return (y + self.bias.to(y.dtype)).reshape(*x.shape[:-1], self.nf)
+
+
+_CLASSES: dict[type, Any] = {nn.Linear: GemmLinear, nn.Conv2d: GemmConv2d, Conv1D: GemmConv1D}
 
 
 @dataclass

@@ -20,11 +20,11 @@ class Fp16Rounding:
     def __init__(self, seed: int, *, stochastic: bool) -> None:
         self._seed, self._stochastic = seed, stochastic
         self._generators: dict[torch.device, torch.Generator] = {}
+        self._step = 0
 
     def start_step(self, step: int) -> None:
         """Use the random bits of this step."""
-        self._generators = {}
-        self._step = step
+        self._step, self._generators = step, {}
 
     def __call__(self, x: Tensor) -> Tensor:
         if not self._stochastic:
