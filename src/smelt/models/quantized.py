@@ -192,6 +192,16 @@ class QuantizedLinear(nn.Module):
             return None
         return ActivationQuant(self.scheme.inputs, getattr(self, STATIC_SCALE, None), self.scheme.clip)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
+        """Move or cast the layer as any module, but leave the dtypes of packed tensors: the format defines them."""
+        packed = {name: buffer for name, buffer in self._buffers.items() if name == "codes" or name in QPARAM_NAMES}
+        super()._apply(fn, recurse)
+        for name, before in packed.items():
+            after = self._buffers[name]
+            if before is not None and after is not None and after.dtype != before.dtype:
+                self._buffers[name] = before.to(after.device)
+        return self
+
     @property
     def weight(self) -> Tensor:
         """The dequantized weight as a matrix [out, in], recomputed on every access."""

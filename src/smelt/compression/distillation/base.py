@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -207,7 +208,7 @@ class QuantizationAwareTraining(Method):
         device = context.device or next(model.network.parameters()).device
         folder = context.checkpoint.folder or context.folder or Path(tempfile.mkdtemp())
         teacher = self.make_teacher(model)
-        bytes_before, dtype = count_bytes(model.network), next(model.network.parameters()).dtype
+        bytes_before, dtypes = count_bytes(model.network), _dtypes(model.network)
         model.network.to(device)
         samples, facts = self.make_samples(model, context, device)
         train, validation = samples.split(VALIDATION)
@@ -248,7 +249,7 @@ class QuantizationAwareTraining(Method):
             before = network(**first).logits
             convert(network)
             facts["conversion_error"] = _conversion_error(before, network(**first).logits)
-        model.network.to(dtype)
+        _restore_dtypes(network, dtypes)
         return {
             "layers_quantized": len(layers),
             "bits": self.weights.format.bits,
@@ -382,6 +383,18 @@ def _link_or_copy(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:  # not on every file system
         shutil.copyfile(source, target)
+
+
+def _dtypes(network: nn.Module) -> dict[str, torch.dtype]:
+    """Return the dtype of each parameter and buffer, by name."""
+    return {name: tensor.dtype for name, tensor in chain(network.named_parameters(), network.named_buffers())}
+
+
+def _restore_dtypes(network: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
+    """Cast what is left of a network back; buffers that transformers computes in float32 stay in it."""
+    for name, tensor in chain(network.named_parameters(), network.named_buffers()):
+        if name in dtypes:
+            tensor.data = tensor.data.to(dtypes[name])
 
 
 def _enable_gradient_checkpointing(network: Any) -> None:
