@@ -41,7 +41,7 @@ from smelt.models.model import Model
 HIDDEN_SIZE, HIDDEN_LAYERS = 32, 2
 EPISODES, FIRST_SEED = 20, 1_000_000  # the demonstrations' episodes have other seeds than those that are evaluated
 RANDOM_ACTIONS = 0.1
-OPTIMIZER, BATCH_SIZE = {"name": "adamw", "lr": 3e-3}, 256
+OPTIMIZER, BATCH_SIZE = {"name": "adamw", "lr": 3e-3}, 512
 Row = dict[str, Any]
 Expert = Callable[[Any, np.ndarray], Any]
 
@@ -182,12 +182,13 @@ def clone(data: Demonstrations, epochs: float) -> Model:
     )  # fmt: skip
     network.observation_mean.copy_(torch.from_numpy(data.observations.mean(0)))
     network.observation_std.copy_(torch.from_numpy(data.observations.std(0)).clamp(min=1e-3))
-    steps = int(3 * epochs * len(data)) // BATCH_SIZE
+    batch_size = BATCH_SIZE // 2
+    steps = int(3 * epochs * len(data)) // batch_size
     optimizer = torch.optim.AdamW(network.parameters(), lr=OPTIMIZER["lr"], weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     batch = demonstration_batches(data, samples=None, batch_size=len(data), seed=0)[0]
     for _ in range(steps):
-        rows = torch.randint(len(data), (BATCH_SIZE,))
+        rows = torch.randint(len(data), (batch_size,))
         optimizer.zero_grad()
         network(**{name: tensor[rows] for name, tensor in batch.items()}).loss.backward()
         optimizer.step()
