@@ -242,12 +242,16 @@ def text(rows: list[Row], options: argparse.Namespace) -> str:
                 ", ".join(f"{value:.1f}" for value in returns), f"{statistics.mean(errors):.4f}" if errors else "",
             ])  # fmt: skip
         parts.append(f"## {name}\n\n{table(['bits', 'policy', 'return', 'by seed', 'action error'], cells)}\n")
+    cells_expected, cells_run = len(EXPERTS) * len(options.seeds), len({(r["environment"], r["seed"]) for r in rows})
+    missing = (
+        "" if cells_run >= cells_expected else f" {cells_run} of {cells_expected} environments and seeds were run."
+    )
     parts.insert(
         1,
         f"Mean return of {EPISODES} episodes, with the standard deviation over {len(options.seeds)} seeds; higher is "
         f"better. {options.steps:,} steps of demonstrations, MLPs of {HIDDEN_LAYERS} quantized hidden layers of "
         f"{HIDDEN_SIZE} units, {options.epochs:g} epochs. The action error is against the float policy: share of other "
-        "actions, or root mean squared difference.\n",
+        f"actions, or root mean squared difference.{missing}\n",
     )
     return "\n".join(parts)
 
