@@ -41,7 +41,7 @@ from smelt.models.model import Model
 HIDDEN_SIZE, HIDDEN_LAYERS = 32, 2
 EPISODES, FIRST_SEED = 20, 1_000_000  # the demonstrations' episodes have other seeds than those that are evaluated
 RANDOM_ACTIONS = 0.1
-OPTIMIZER, BATCH_SIZE = {"name": "adamw", "lr": 3e-3}, 256
+OPTIMIZER, BATCH_SIZE = {"name": "adamw", "lr": 3e-3}, 512
 Row = dict[str, Any]
 Expert = Callable[[Any, np.ndarray], Any]
 
@@ -182,12 +182,13 @@ def clone(data: Demonstrations, epochs: float) -> Model:
     )  # fmt: skip
     network.observation_mean.copy_(torch.from_numpy(data.observations.mean(0)))
     network.observation_std.copy_(torch.from_numpy(data.observations.std(0)).clamp(min=1e-3))
-    steps = int(3 * epochs * len(data)) // BATCH_SIZE
+    batch_size = BATCH_SIZE // 2
+    steps = int(3 * epochs * len(data)) // batch_size
     optimizer = torch.optim.AdamW(network.parameters(), lr=OPTIMIZER["lr"], weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     batch = demonstration_batches(data, samples=None, batch_size=len(data), seed=0)[0]
     for _ in range(steps):
-        rows = torch.randint(len(data), (BATCH_SIZE,))
+        rows = torch.randint(len(data), (batch_size,))
         optimizer.zero_grad()
         network(**{name: tensor[rows] for name, tensor in batch.items()}).loss.backward()
         optimizer.step()
@@ -241,12 +242,16 @@ def text(rows: list[Row], options: argparse.Namespace) -> str:
                 ", ".join(f"{value:.1f}" for value in returns), f"{statistics.mean(errors):.4f}" if errors else "",
             ])  # fmt: skip
         parts.append(f"## {name}\n\n{table(['bits', 'policy', 'return', 'by seed', 'action error'], cells)}\n")
+    cells_expected, cells_run = len(EXPERTS) * len(options.seeds), len({(r["environment"], r["seed"]) for r in rows})
+    missing = (
+        "" if cells_run >= cells_expected else f" {cells_run} of {cells_expected} environments and seeds were run."
+    )
     parts.insert(
         1,
         f"Mean return of {EPISODES} episodes, with the standard deviation over {len(options.seeds)} seeds; higher is "
         f"better. {options.steps:,} steps of demonstrations, MLPs of {HIDDEN_LAYERS} quantized hidden layers of "
         f"{HIDDEN_SIZE} units, {options.epochs:g} epochs. The action error is against the float policy: share of other "
-        "actions, or root mean squared difference.\n",
+        f"actions, or root mean squared difference.{missing}\n",
     )
     return "\n".join(parts)
 

@@ -93,6 +93,7 @@ def text(fits: list[dict[str, float]], ratios: list[dict[str, float]]) -> str:
 The published constants, which Smelt uses, and those that a fit over six distributions gives:
 
 {constants}
+
 Squared error at the level of the published formula, relative to the least one (in parentheses: at the largest
 magnitude). Above 5 bits the formula clips bounded distributions far too much; use `minmax` or `lsq` there:
 

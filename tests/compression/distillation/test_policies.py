@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from smelt.compression.base import METHODS, Batch, MethodContext
+from smelt.compression.distillation.base import Student
 from smelt.compression.distillation.fake_quantize import fake_quantized_layers
 from smelt.compression.distillation.losses import SAMPLE_WEIGHTS, Qbc
 from smelt.compression.distillation.sqil import importance_weights, state_importance
@@ -86,12 +87,10 @@ def test_qbc_keeps_the_outputs_of_the_float_policy(tmp_path: Path) -> None:
     assert differences[2] < 0.5 * differences[1]
 
 
-@torch.no_grad()
 def test_an_unquantized_student_has_no_qbc() -> None:
     batch = demonstrations("discrete", 16)
-    model = policy("discrete", batch)
-    teacher = DenseTeacher(policy("discrete", batch).network)
-    assert float(Qbc().compute(model.network(**batch), teacher.outputs(None, batch), batch)) == 0.0  # type: ignore[arg-type]
+    student = Student(policy("discrete", batch).network, (Qbc(),), DenseTeacher(policy("discrete", batch).network))
+    assert float(student.train()(**batch).loss.detach()) == 0.0
 
 
 def test_qbc_counts_samples_by_their_weights() -> None:
@@ -148,6 +147,8 @@ def test_bad_input_is_refused_with_one_sentence(tmp_path: Path) -> None:
     batch = demonstrations("discrete", 64)
     with pytest.raises(RecipeError, match=r"sqil weights states in the loss qbc; add `\{loss: qbc\}`"):
         METHODS.build("sqil", losses=[{"loss": "labels"}])
+    with pytest.raises(RecipeError, match="qail compares all outputs of the teacher; remove `cache_logits`"):
+        METHODS.build("qail", cache_logits=10)
     with pytest.raises(ModelError, match="sqil perturbs the observations of a policy, and this model reads none"):
         METHODS.build("sqil").check(Model(BUILDS["llama"]()).anatomy)
     with pytest.raises(DataError, match=r"negative values, which unsigned lsq sets to zero.* `signed: true`"):

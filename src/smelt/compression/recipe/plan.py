@@ -168,7 +168,9 @@ def _bytes_after(recipe: Recipe, anatomy: Anatomy, weights: int) -> int:
 
 
 def _positions(anatomy: Anatomy, seq_len: int) -> int:
-    """Return the tokens of a calibration sample; of an image, how often each weight is used on average."""
+    """Return the tokens of a sample, 1 of an observation; of an image, how often each weight is used on average."""
+    if anatomy.network.main_input_name == "observations":
+        return 1
     if anatomy.network.main_input_name != "pixel_values":
         return seq_len
     return max(1, round(_macs(anatomy) / block_parameters(anatomy)))
