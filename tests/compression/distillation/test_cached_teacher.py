@@ -71,6 +71,17 @@ def test_a_language_model_learns_from_what_was_computed_once(tmp_path: Path, mon
     assert all(torch.equal(resumed[name], uninterrupted[name]) for name in resumed)
 
 
+def test_batches_with_less_padding_than_the_samples_get_logits_of_their_length(tmp_path: Path) -> None:
+    padded = text(24)
+    lengths = torch.tensor([32] + 23 * [5])[:, None]
+    for batch, some in zip(padded, lengths.split(16), strict=True):
+        batch["attention_mask"] = (torch.arange(32) < some).long()
+    settings = {"weights": {"quantizer": "twn"}, "batch_size": 4, "teacher": "source", "losses": [{"loss": "logits"}]}
+    method = METHODS.build("qat", **settings, cache_logits=40)
+    _, facts = train(method, BUILDS["llama"](), padded, tmp_path)
+    assert facts["steps"] == 6
+
+
 def test_what_cannot_be_computed_once_is_refused() -> None:
     with pytest.raises(RecipeError, match="remove `augment` or `cache_logits`"):
         METHODS.build("qat", teacher="source", losses=[{"loss": "logits"}], augment=True, cache_logits=10)

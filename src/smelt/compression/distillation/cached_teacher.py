@@ -63,6 +63,9 @@ class CachedTeacher(NetworkTeacher):
         rows = [self._read(index) for index in batch[SAMPLE_INDICES].tolist()]
         device = batch[SAMPLE_INDICES].device
         stacked = {name: torch.stack([row[name] for row in rows]).to(device) for name in rows[0]}
+        if "input_ids" in batch:  # a batch may have less padding than the samples had
+            tokens = batch["input_ids"].shape[1]
+            stacked = {name: value[:, :tokens] if value.dim() == 3 else value for name, value in stacked.items()}
         if "logits" in stacked:
             return NetworkOutputs(stacked["logits"])
         return NetworkOutputs(expand(stacked["indices"], stacked["log_probs"], self._classes))
