@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from smelt.compression.base import METHODS, CalibrationSize
 from smelt.compression.distillation.losses import LOSSES, LossTerm, token_weights
+from smelt.models.model import Model
+from tests.tiny import BUILDS
 
 
 def outputs(*shape: int, seed: int = 0) -> Any:
@@ -84,3 +87,13 @@ def test_terms_reach_the_student_only(name: str) -> None:
     loss.backward()
     assert student.logits.grad is not None and student.logits.grad.abs().sum() > 0 and teacher.logits.grad is None
     assert LossTerm.from_config(term.to_json()) == term
+
+
+def test_the_plan_counts_the_teacher_and_its_logits() -> None:
+    anatomy, size = Model(BUILDS["llama"]()).anatomy, CalibrationSize(samples=64, seq_len=16, batch_size=4)
+    weights = {"quantizer": "twn"}
+    plain = METHODS.build("qat", weights=weights, batch_size=8)
+    taught = METHODS.build("qat", weights=weights, batch_size=8, teacher="source", losses=[{"loss": "logits"}])
+    memory = [method.estimate_resources(anatomy, size, None).memory for method in (plain, taught)]
+    teacher = 4 * sum(parameter.numel() for parameter in anatomy.network.parameters())
+    assert memory[1] - memory[0] == teacher + 4 * (4 * 8 * 16 * 99), "four copies of the logits"

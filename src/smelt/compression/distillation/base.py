@@ -193,7 +193,11 @@ class QuantizationAwareTraining(Method):
             trained * (2 + states)
             + 4 * block_parameters(anatomy)
             + gradient_bytes(anatomy, self.batch_size, size.seq_len)
+            + (trained if self.needs_teacher else 0)
         )
+        vocabulary = getattr(anatomy.network.config, "vocab_size", 0) if anatomy.family.causal else 0
+        logits = 4 * self.batch_size * size.seq_len * vocabulary
+        memory += logits * max((term.logit_copies for term in self.losses), default=0)
         return ResourceEstimate(passes=self.epochs * (4 if self.needs_teacher else 3), memory=memory)
 
     def to_json(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ class LossTerm(Registered, ABC):
     paper: ClassVar[str]
     summary: ClassVar[str]
     needs_teacher: ClassVar[bool] = True
+    logit_copies: ClassVar[int] = 0  # float32 tensors of the size of the logits, besides those of the labels' loss
     intermediates: ClassVar[tuple[str, ...]] = ()  # names in intermediates.py of what it compares besides the logits
     weight: float
 
@@ -63,6 +64,8 @@ class Logits(LossTerm):
 
     A regression has one logit and no distribution: its loss is the mean squared error.
     """
+
+    logit_copies: ClassVar[int] = 4
 
     weight: float = 1.0
     temperature: float = 1.0
@@ -104,6 +107,8 @@ class TokenScaledLogits(LossTerm):
     The weights of a sequence are the softmax of the teacher's own cross-entropy over its tokens. Sequences are
     averaged; the published code sums over its batches of 4.
     """
+
+    logit_copies: ClassVar[int] = 2
 
     weight: float = 1.0
     temperature: float = 10.0  # of the softmax over tokens

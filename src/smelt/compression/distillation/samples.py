@@ -79,16 +79,20 @@ def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _text_lengths(mask: Tensor) -> np.ndarray:
-    """Return where the last token of each text is, plus one, on the host: [samples]."""
-    positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    lengths: np.ndarray = (mask * positions).amax(dim=1).cpu().numpy()
+    """Return the end of the last token of each sample, of one or several texts, on the host: [samples]."""
+    positions = torch.arange(1, mask.shape[-1] + 1, device=mask.device)
+    lengths: np.ndarray = (mask * positions).flatten(1).amax(dim=1).cpu().numpy()
     return lengths
 
 
 def _trim(batch: Batch, longest: int) -> Batch:
     """Cut off padding that no text of the batch needs from all tensors with a value per token."""
-    length, shape = max(-(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, 1), batch["attention_mask"].shape
-    return {name: tensor[:, :length] if tensor.shape[:2] == shape else tensor for name, tensor in batch.items()}
+    shape = batch["attention_mask"].shape  # [batch, tokens], or [batch, texts, tokens]
+    length, dims = min(max(-(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, 1), shape[-1]), len(shape)
+    return {
+        name: tensor.narrow(dims - 1, 0, length) if tensor.shape[:dims] == shape else tensor
+        for name, tensor in batch.items()
+    }
 
 
 def _pad(tensor: Tensor, longest: int) -> Tensor:
