@@ -172,6 +172,7 @@ def test_sgd_in_fp16_is_sgd_where_nothing_is_rounded(nesterov: bool) -> None:
             weight.grad = torch.tensor([4.0, 2.0])
             optimizer.step()
     assert torch.equal(weights[0], weights[1])
+    assert optimizers[1].state[weights[1]]["step"] == 2  # checkpoints keep it: random bits follow from it
 
 
 def _weights_of_rank() -> list[float]:

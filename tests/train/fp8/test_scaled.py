@@ -119,7 +119,9 @@ def test_the_emulation_agrees_with_torch_scaled_mm(block: Any) -> None:
         native = scaled_mm(a, b, torch.float32, native=True)
     except (RuntimeError, NotImplementedError) as error:
         pytest.skip(f"this PyTorch has no scaled GEMM on CPU: {error}")
-    torch.testing.assert_close(native, scaled_mm(a, b, torch.float32, native=False), rtol=1e-4, atol=1e-3)
+    emulated = scaled_mm(a, b, torch.float32, native=False)
+    assert native.dtype == torch.float32
+    torch.testing.assert_close(native, emulated, rtol=0.01, atol=1e-2)  # rows are rounded to bfloat16
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)

@@ -74,8 +74,7 @@ class Fp16AdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         assert closure is None
         super().step()
-        steps = [int(state["step"]) for state in self.state.values()]
-        self._round.start_step(max(steps, default=0))
+        self._round.start_step(max([0, *(int(state["step"]) for state in self.state.values())]))
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.copy_(self._round(parameter))

@@ -39,6 +39,7 @@ BlockShape = tuple[int | None, int | None]  # rows and columns that share a scal
 TENSOR, ROW, TILE, SQUARE = (None, None), (1, None), (1, 128), (128, 128)
 _MIN_AMAX = 1e-12  # as in torchao: a tensor of zeros has a finite scale
 _EXPONENT = 0x7F800000  # of float32
+_CUBLAS_ROWS = 4  # a block-scaled GEMM has a multiple of so many rows
 INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2  # columns of an amax history
 
 
@@ -118,21 +119,23 @@ def scaled_mm(
     native: use the device's FP8 GEMM; else emulate it. fast_accumulation: keep partial sums in the tensor cores, whose
     additions are less precise, instead of promoting them to float32 on the way.
     """
-    if not native:
+    in_blocks = a.block[1] == TILE[1]
+    if not native or (in_blocks and len(a.data) % _CUBLAS_ROWS):
         product: Tensor = torch.ops.smelt.emulated_scaled_mm(a.data, a.scale, b.data, b.scale, out_dtype)
         return product
-    if a.block[1] == TILE[1]:
-        return _blockwise_mm(a, b, out_dtype)
-    scale_a, scale_b = a.scale, b.scale.t()
-    if a.block == TENSOR:
-        scale_a, scale_b = a.scale.reshape(()), b.scale.reshape(())
-    return torch._scaled_mm(a.data, b.data.t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
+    if in_blocks:
+        return _blockwise_mm(a, b).to(out_dtype)
+    options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": fast_accumulation}
+    if a.block == ROW:  # has kernels for bfloat16 only
+        return torch._scaled_mm(a.data, b.data.t(), a.scale, b.scale.t(), **options).to(out_dtype)
+    options["out_dtype"] = out_dtype
+    return torch._scaled_mm(a.data, b.data.t(), a.scale.reshape(()), b.scale.reshape(()), **options)
 
 
-def _blockwise_mm(a: Float8Matrix, b: Float8Matrix, out_dtype: torch.dtype) -> Tensor:
-    """Multiply by cuBLAS."""
+def _blockwise_mm(a: Float8Matrix, b: Float8Matrix) -> Tensor:
+    """Multiply by cuBLAS, in bfloat16."""
     (scale_a, kind_a), (scale_b, kind_b) = _cublas_scale(a), _cublas_scale(b)
-    return F.scaled_mm(a.data, b.data.t(), scale_a, kind_a, scale_b, kind_b, output_dtype=out_dtype)
+    return F.scaled_mm(a.data, b.data.t(), scale_a, kind_a, scale_b, kind_b, output_dtype=torch.bfloat16)
 
 
 def _cublas_scale(matrix: Float8Matrix) -> tuple[Tensor, Any]:
