@@ -23,7 +23,7 @@ class Slice(Method):
     It works on any symmetric integers, but weights that were not trained for it lose much more than by rounding.
     """
 
-    bits: int = 4
+    bits: int = 4  # of the result, at most those of the model
 
     def __post_init__(self) -> None:
         within(self.name, "bits", self.bits, 2, 8)
