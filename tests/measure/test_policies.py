@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from smelt.errors import DataError, QualityGateError
 from smelt.measure.evaluate import evaluate, expected_metric, measure_quality
 from smelt.measure.gate import gate, parse_margins
 from smelt.measure.paired import compare
+from smelt.measure.policies import policy_actions, run_episodes
 from smelt.models.mlp_policy import MlpPolicy, MlpPolicyConfig
 from smelt.models.model import Model
 from smelt.progress import NullProgress
@@ -64,6 +67,34 @@ def test_returns_are_those_of_single_episodes() -> None:
     assert result.items.tolist() == expected and result.value == np.mean(expected)
     assert result.metric == "return" and result.higher_is_better and result.settings == {"episodes": 3}
     assert evaluate(pushing_right(), Environment("CartPole-v1"), limit=2, progress=QUIET).items.tolist() == expected[:2]
+
+
+class Countdown:
+    """An environment whose episode n ends after n + 1 steps, and which must not be stepped after that."""
+
+    action_space = SimpleNamespace(start=0)
+    spec = SimpleNamespace(max_episode_steps=10)
+
+    def reset(self, *, seed: int) -> tuple[np.ndarray, dict[str, Any]]:
+        self.left = seed + 1
+        return np.zeros(4), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        assert self.left > 0 and action == 1
+        self.left -= 1
+        return np.zeros(4), 1.0, self.left == 0, False, {}
+
+
+def test_an_episode_ends_while_others_go_on() -> None:
+    assert run_episodes(pushing_right(), [Countdown() for _ in range(3)]).tolist() == [1.0, 2.0, 3.0]
+
+
+def test_actions_are_clipped_to_their_bounds() -> None:
+    space = SimpleNamespace(low=np.array([-2.0, -1.0]), high=np.array([2.0, 1.0]))
+    model = linear_policy([[1.0, 0.0], [0.0, 1.0]], "continuous")
+    with torch.no_grad():
+        actions = policy_actions(model, np.array([[3.0, -3.0], [0.5, 0.25]]), space)
+    assert actions.tolist() == [[2.0, -1.0], [0.5, 0.25]]
 
 
 def test_a_better_policy_balances_until_the_limit_and_passes_a_gate() -> None:
