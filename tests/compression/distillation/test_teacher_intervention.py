@@ -200,6 +200,13 @@ def test_map_intervention_trains_values_through_blocks_and_the_others_do_not() -
         )
         trained[mode] = (bool(value.grad.abs().sum() > 0), bool(projection.grad.abs().sum() > 0))
     assert trained == {"map": (True, True), "context": (False, True), "output": (False, False)}
+    taught = student._teacher[0].outputs(student, batch)
+    for mode in INTERVENTIONS:
+        inside = student.observed(batch, mode, taught).intermediates
+        gradient = torch.autograd.grad(inside[CONTEXTS][1].square().sum(), inside[HIDDEN_STATES][1], allow_unused=True)[
+            0
+        ]
+        assert (gradient is not None) == (mode == "map"), "only maps let values train the block before"
 
 
 def test_activation_checkpointing_recomputes_the_intervention() -> None:

@@ -23,7 +23,9 @@ class Samples(MapDataset):
 
     def __init__(self, tensors: Batch, *, augment: bool = False, seed: int = 0) -> None:
         self.tensors, self._augment, self._seed = tensors, augment, seed
-        self._lengths = _text_lengths(tensors["attention_mask"]) if "attention_mask" in tensors else None
+        mask = tensors.get("attention_mask")
+        has_texts = mask is not None and mask.dim() == 2  # that of pairs has three; they keep their padding
+        self._lengths = _text_lengths(tensors["attention_mask"]) if has_texts else None
 
     @classmethod
     def from_batches(cls, batches: Sequence[Batch], device: torch.device, *, augment: bool, seed: int) -> Samples:

@@ -36,7 +36,10 @@ class DenseTeacher(NetworkTeacher):
         self._observed = ObservedNetwork(network, block_paths(anatomy_of(network)), intermediates)
 
     def outputs(self, student: Student, batch: Batch) -> NetworkOutputs:
-        return self._observed(student.inputs(batch))
+        inputs = student.inputs(batch)
+        if not getattr(self.network.config, "is_encoder_decoder", False):  # such a decoder reads the labels
+            inputs = {name: tensor for name, tensor in inputs.items() if name != "labels"}  # its own loss is not used
+        return self._observed(inputs)
 
     @torch.no_grad()
     def check(self, student: Student, batch: Batch) -> None:
