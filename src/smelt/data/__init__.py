@@ -33,7 +33,7 @@ from smelt.data.multiple_choice import (
     load_choices,
 )
 from smelt.data.named_datasets import resolve_source
-from smelt.data.prompts import PromptData, prompts_from_rows
+from smelt.data.prompts import PromptData, chats_from_rows, prompts_from_rows
 from smelt.data.speech import SpeechData, has_speech, speech_from_rows
 from smelt.data.text import TextData, load_text, text_from_rows
 from smelt.errors import DataError
@@ -52,6 +52,7 @@ __all__ = [
     "demonstration_batches",
     "image_batches",
     "labeled_batches",
+    "load_chats",
     "load_choices",
     "load_data",
     "load_labeled",
@@ -111,6 +112,15 @@ def load_data(
     if kind == "labeled":
         return labeled_from_rows(rows, str(source), text=text, pair=pair, label=label or "label")
     return text_from_rows(rows, str(source), text)
+
+
+def load_chats(source: str | Path, column: str, *, split: str = "evaluation") -> PromptData | None:
+    """Load conversations with answers from a table or the hub; None if the column holds no lists of messages."""
+    source = resolve_source(source, split)
+    if str(source) == "default" or Path(source).is_dir() or suffix_of(Path(source)) in (*TEXT_SUFFIXES, ".npz"):
+        return None
+    rows = read_hub(str(source), split) if is_hub(str(source)) else read_rows(Path(source))
+    return chats_from_rows(rows, str(source), column)
 
 
 def load_prompts(source: str | Path, *, column: str | None = None, split: str = "evaluation") -> PromptData:

@@ -29,6 +29,7 @@ class PromptData:
 
     name: str
     conversations: tuple[tuple[Message, ...], ...]
+    answered: bool = False  # they end with an answer instead
 
     def __len__(self) -> int:
         return len(self.conversations)
@@ -56,6 +57,17 @@ def prompts_from_rows(rows: list[Row], source: str, column: str | None = None) -
             raise DataError(f"{source} has no prompt in column '{column}' of row {number}; remove the row.")
         conversations.append(tuple(messages))
     return PromptData(source, tuple(conversations))
+
+
+def chats_from_rows(rows: list[Row], source: str, column: str) -> PromptData | None:
+    """Read a conversation with answers per row, or return None if the column does not hold lists of messages."""
+    if not rows or not isinstance(rows[0].get(column), list):
+        return None
+    chats = [_messages(row.get(column)) for row in rows]
+    for number, messages in enumerate(chats, start=1):
+        if not any(message["role"] == "assistant" for message in messages):
+            raise DataError(f"{source} has no answer of the assistant in column '{column}' of row {number}; remove it.")
+    return PromptData(source, tuple(map(tuple, chats)), answered=True)
 
 
 def _messages(value: Any) -> list[Message]:

@@ -160,3 +160,35 @@ def test_prompts_have_no_labels_and_are_not_cut(tmp_path: Path) -> None:
         calibration_data(Recipe.parse({"steps": [{"method": "qdpo"}]}), model)
     with pytest.raises(DataError, match="prompts cannot be generated"):
         calibration_data(Recipe.parse({"steps": [{"method": "qdpo"}], "data": {"source": "generated"}}), model)
+
+
+def test_conversations_are_packed_and_only_answers_are_labels(tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    messages = [{"role": "user", "content": "bbb"}, {"role": "assistant", "content": "ccccc"}] * 2
+    chats.write_text(json.dumps({"messages": [*messages, {"role": "user", "content": "ddd"}]}) + "\n")
+    chats.write_text(chats.read_text() * 9)
+    model = language_model()
+    data = {"source": str(chats), "text": "messages", "samples": 10, "seq_len": 20, "batch_size": 4}
+    config = Recipe.parse({"steps": [STEP], "data": data})
+    with pytest.raises(DataError, match="has no chat template; give text"):
+        calibration_data(config, model)
+    assert model.tokenizer is not None
+    model.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }}{{ m.content }} {% endfor %}{% if add_generation_prompt %}a{% endif %}"
+    )
+    drawn, held_out = split(config, calibration_data(config, model))
+    batches = calibration_batches(config.data, drawn, model, seed=0)
+    ids, labels = (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "labels"))
+    assert (
+        ids.shape == labels.shape == (10, 20) and held_out is None and [len(b["labels"]) for b in batches] == [4, 4, 2]
+    )
+    text = "ubbb accccc ubbb accccc " * 9  # the question without an answer is left out
+    tokens = model.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert ids.flatten().tolist() == tokens[:200]
+    expected = [token if index % 12 in range(6, 12) else -100 for index, token in enumerate(tokens)]
+    assert labels.flatten().tolist() == expected[:200]
+    with pytest.raises(DataError, match="fills 10 sequences of 20 tokens, too few for 11 samples"):
+        calibration_batches(Recipe.parse({"steps": [STEP], "data": {**data, "samples": 11}}).data, drawn, model, seed=0)
+    chats.write_text(json.dumps({"messages": messages[:1]}))
+    with pytest.raises(DataError, match="no answer of the assistant in column 'messages' of row 1"):
+        calibration_data(config, model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from smelt.data import (
     demonstration_batches,
     image_batches,
     labeled_batches,
+    load_chats,
     load_data,
     load_prompts,
     text_batches,
@@ -33,6 +35,7 @@ from smelt.errors import DataError, RecipeError
 from smelt.measure.evaluate import Data
 from smelt.measure.policies import check_demonstrations
 from smelt.measure.task import model_labels
+from smelt.models.chat_packing import pack_chats
 from smelt.models.chat_template import ChatTemplateRenderer
 from smelt.models.generation import generate_text
 from smelt.models.model import Model
@@ -96,6 +99,10 @@ def load_calibration_data(settings: CalibrationSettings, model: Model) -> Calibr
         if model.task != "language":
             raise DataError(f"a model for {model.task} cannot generate its own text; name other data with --data.")
         return TextData(GENERATED, ())
+    if model.task == "language" and settings.text is not None and settings.label is None:
+        chats = load_chats(settings.source, settings.text, split="calibration")
+        if chats is not None:
+            return _with_template(chats, model)
     data = _read(settings, model, "calibration")
     if isinstance(data, MultipleChoiceData):
         raise DataError(f"{settings.source} holds multiple-choice rows, which calibration cannot use; give text.")
@@ -197,9 +204,11 @@ def calibration_batches(settings: CalibrationSettings, data: CalibrationData, mo
             data, model.tokenizer, samples=settings.samples, max_length=min(settings.seq_len, longest),
             batch_size=settings.batch_size, seed=seed, replace=settings.samples > len(data),
         )  # fmt: skip
-    if isinstance(data, PromptData):
+    if isinstance(data, PromptData) and not data.answered:
         return _prompt_batches(settings, data, model, seed)
     _check_context(settings, model)
+    if isinstance(data, PromptData):
+        return _chat_batches(settings, data, model, seed)
     if settings.source == GENERATED:
         ids = generate_text(model.network, samples=settings.samples, length=settings.seq_len, seed=seed)
         parts = ids.split(settings.batch_size)
@@ -218,6 +227,30 @@ def _load_prompts(settings: CalibrationSettings) -> PromptData:
     if settings.source == GENERATED:
         raise DataError("prompts cannot be generated; name data with a column prompt, messages or chosen.")
     return load_prompts(settings.source, column=settings.text, split="calibration")
+
+
+def _with_template(chats: PromptData, model: Model) -> PromptData:
+    if model.tokenizer is not None and not model.tokenizer.chat_template:  # a skeleton has no tokenizer
+        raise DataError(f"{chats.name} holds conversations, and this model has no chat template; give text.")
+    return chats
+
+
+def _chat_batches(settings: CalibrationSettings, data: PromptData, model: Model, seed: int) -> list[Batch]:
+    """Draw conversations until they fill `samples` sequences of `seq_len` tokens; only answers are labels."""
+    assert model.tokenizer is not None and settings.batch_size is not None
+    order = np.random.Generator(np.random.PCG64(seed)).permutation(len(data))
+    packed = pack_chats((data.conversations[index] for index in order), model.tokenizer, settings.seq_len)
+    sequences = list(itertools.islice(packed, settings.samples))
+    if len(sequences) < settings.samples:
+        raise DataError(
+            f"{data.name} fills {len(sequences):,} sequences of {settings.seq_len:,} tokens, too few for "
+            f"{settings.samples:,} samples: use fewer or shorter ones."
+        )
+    ids, labels = (torch.stack(tensors).split(settings.batch_size) for tensors in zip(*sequences, strict=True))
+    return [
+        {"input_ids": part, "attention_mask": torch.ones_like(part), "labels": answers}
+        for part, answers in zip(ids, labels, strict=True)
+    ]
 
 
 def _prompt_batches(settings: CalibrationSettings, data: PromptData, model: Model, seed: int) -> list[Batch]:
