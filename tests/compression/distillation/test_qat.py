@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from smelt.compression.base import METHODS, Batch, Method, MethodContext
 from smelt.compression.distillation.base import Student
 from smelt.compression.distillation.fake_quantize import fake_quantized_layers, init_activations, prepare
+from smelt.compression.distillation.losses import Labels
 from smelt.compression.distillation.quantizers.pact import Pact
 from smelt.compression.distillation.quantizers.sawb import Sawb
 from smelt.compression.distillation.samples import Samples, crop_and_flip
@@ -170,6 +171,31 @@ def test_gradient_checkpointing_changes_no_result(tmp_path: Path) -> None:
         networks.append(train(method, BUILDS["llama"](), text(), tmp_path)[0].network)
     first, second = (network.state_dict() for network in networks)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("name", ["resnet", "llama"])
+def test_the_loss_of_a_student_is_one_graph(name: str) -> None:
+    """Each break would stop torch.compile from fusing the rounding of a layer."""
+    torch.manual_seed(0)
+    network, batch = BUILDS[name]().train(), (images(8) if name == "resnet" else text(8))[0]
+    kinds, part = (nn.Conv2d, "encoder") if name == "resnet" else (nn.Linear, "layers")
+    paths = [path for path, module in network.named_modules() if isinstance(module, kinds) and part in path]
+    prepare(network, dict.fromkeys(paths, Sawb()), Pact(2) if name == "resnet" else None)
+    init_activations(network, batch)
+    student = Student(network, (Labels(),), None).train()
+    explained = torch._dynamo.explain(lambda **inputs: student(**inputs).loss)(**batch)
+    assert explained.graph_count == 1 and explained.graph_break_count == 0, explained.break_reasons
+
+
+@pytest.mark.slow  # compiles C++
+def test_a_compiled_run_learns_the_same(tmp_path: Path) -> None:
+    facts = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        method = METHODS.build("qat", **W2A2, **{**FAST, "epochs": 1}, compile=compiled)
+        facts.append(train(method, BUILDS["resnet"](), images(), tmp_path)[1])
+    curves = [[loss for _, loss in each["loss_curve"]] for each in facts]
+    assert curves[1] == pytest.approx(curves[0], rel=0.05) and facts[1]["conversion_error"] < 1e-5
 
 
 def test_speqs_teacher() -> None:

@@ -102,6 +102,7 @@ class QuantizationAwareTraining(Method):
     gradients: str = "none"  # or a compressor of what several workers exchange: exdyna:density=0.001
     precision: str = "off"  # or bf16: of forward and backward
     gradient_checkpointing: bool = False  # keep fewer activations, and compute blocks twice
+    compile: bool = False  # forward and backward by torch.compile: takes minutes first, then fuses the rounding
     max_grad_norm: float | None = 1.0  # gradients of a larger norm are scaled down to it; null: never
     augment: bool = False  # crop and flip images randomly
     exclude: tuple[str, ...] = ()  # layers whose path contains one of these stay in float
@@ -337,7 +338,7 @@ class QuantizationAwareTraining(Method):
             steps=max(math.ceil(self.epochs * samples / per_step), 1), seed=context.seed, precision=self.precision,
             max_grad_norm=self.max_grad_norm, optimizer=self.optimizer, schedule=self.schedule,
             gradients=self.gradients, evaluate=EvaluateConfig(every=self.checkpoint_every, samples=1_000_000),
-            checkpoint=CheckpointConfig(every=self.checkpoint_every), device=device.type,
+            checkpoint=CheckpointConfig(every=self.checkpoint_every), device=device.type, compile=self.compile,
         )  # fmt: skip
 
 

@@ -59,6 +59,7 @@ class CachedTeacher(NetworkTeacher):
         if classes != self._classes:
             raise ModelError(f"the teacher has {self._classes} classes and the student {classes}; take another one.")
 
+    @torch.compiler.disable  # it reads files
     def outputs(self, student: Student, batch: Batch) -> NetworkOutputs:
         rows = [self._read(index) for index in batch[SAMPLE_INDICES].tolist()]
         device = batch[SAMPLE_INDICES].device

@@ -47,22 +47,24 @@ class FakeQuantizedLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.inputs is not None and self.inputs_enabled:
-            x = self.inputs.fake_quantize(x.float(), self.input_bits, dict(self.input_learned)).to(x.dtype)
-        weight = self.weights.fake_quantize(linear_weight(self.layer), dict(self.weight_learned)).to(x.dtype)
+            x = self.inputs.fake_quantize(x.float(), self.input_bits, dict(self.input_learned.items())).to(x.dtype)
+        weight = self.weights.fake_quantize(linear_weight(self.layer), dict(self.weight_learned.items())).to(x.dtype)
         if self.shape is None:
             return F.linear(x, weight, self.layer.bias)
         return self.shape.outputs(self.shape.convolve(self.shape.images(x), weight, self.layer.bias), x)
 
     def penalty(self) -> Tensor | float:
         """Return the layer's own term of the loss."""
-        return 0.0 if self.inputs is None else self.inputs.penalty(dict(self.input_learned))
+        return 0.0 if self.inputs is None else self.inputs.penalty(dict(self.input_learned.items()))
 
     def convert(self) -> QuantizedLinear:
         """Return the packed layer with the same outputs."""
         packed = quantized_replacement(self.layer, packed_scheme(self.weights, self.inputs))
-        packed.set_tensors(self.weights.quantize(linear_weight(self.layer), dict(self.weight_learned)), self.layer.bias)
+        packed.set_tensors(
+            self.weights.quantize(linear_weight(self.layer), dict(self.weight_learned.items())), self.layer.bias
+        )
         if self.inputs is not None:
-            scale = self.inputs.scale(self.inputs.bits, dict(self.input_learned)).detach().float()
+            scale = self.inputs.scale(self.inputs.bits, dict(self.input_learned.items())).detach().float()
             setattr(packed, STATIC_SCALE, scale.reshape(1, 1, 1).to(self.layer.weight.device))
         return packed
 

@@ -28,6 +28,7 @@ class StochasticPrecisionTeacher(NetworkTeacher):
     probability: float
     high_bits: int
 
+    @torch.compiler.disable  # each step has other bits, for which a compiled network would be compiled again
     def outputs(self, student: Student, batch: Batch) -> Any:
         layers = fake_quantized_layers(student.network)
         drawn = torch.rand(len(layers)) < self.probability
