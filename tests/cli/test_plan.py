@@ -49,15 +49,20 @@ def test_planning_reads_no_weights(place: Place, smelt_here: Smelt, tmp_path: Pa
     assert smelt_here("plan", str(folder), "-r", place / "llama.yaml", "-o", str(tmp_path / "out")).code == 0
 
 
+# They only precede or follow a quantization method, quantize no weights, or are for policies.
+NOT_ALONE = ("rilq", "rotate", "kv-cache", "slice", "sqil")
+
+
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("rilq", "rotate", "kv-cache")])
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in NOT_ALONE])
 def test_every_method_can_be_planned(name: str, place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
-    """Except methods that only precede or follow a quantization method, or quantize no weights."""
     parameters = {field.name for field in dataclasses.fields(METHODS[name])}
     removes, trains = "budget" in parameters, "epochs" in parameters and "weights" in parameters
     content = llama_recipe(place, method=name)
     if trains:
         quantizer = {"quantizer": "minmax", "weight_format": "int4/row"}
+        if name == "matquant":
+            quantizer = {"quantizer": "nested", "weight_format": "int8/row"}
         content["steps"] = [{"method": name, "weights": quantizer}]
     elif not removes:
         content["steps"] = [{"method": name, "group_size": -1}]
