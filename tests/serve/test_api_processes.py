@@ -86,6 +86,12 @@ def test_all_processes_answer_and_count_together(server: Server) -> None:
     assert {server.state()["generated_tokens"] for _ in range(12)} == {state["generated_tokens"]}
 
 
+def test_what_a_client_aborts_does_not_look_as_if_it_ran(server: Server) -> None:
+    with server.http.stream("POST", server.url + "/v1/completions", json=LONG) as answer:
+        next(answer.iter_lines())
+    server.wait_until_idle(20.0)
+
+
 def test_a_process_that_hangs_stops_neither_the_engine_nor_the_others(server: Server) -> None:
     stopped = children(server, "api_process")[0]
     os.kill(stopped, signal.SIGSTOP)

@@ -181,12 +181,14 @@ class EngineWorker:
             if owner is channel:
                 self._stop_compiling(channel, message.request_id)
         channel.close()
+        self._send_tokens([], self.engine.state())
 
     def _set_channels(self, channels: list[Channel]) -> None:
         self._channels = self._heartbeat.channels = channels
 
     def _send_tokens(self, events: Sequence[Event], state: dict[str, int]) -> None:
-        """Send each client the tokens of its requests, and the state to all."""
+        """Send each client the tokens of its requests, and the state to all: also when requests end by an abort, since
+        an idle engine would never correct what they know."""
         tokens: dict[Channel, list[SampledToken]] = {channel: [] for channel in self._channels}
         for event in events:
             if event.request in self._ids and not event.request.error:
@@ -206,7 +208,7 @@ class EngineWorker:
             if request is not None:
                 self.engine.abort(request)
                 self._remove(request)
-            channel.send(StepOutput(self.engine.state()))
+            self._send_tokens([], self.engine.state())
         elif isinstance(message, LoadAdapter | UnloadAdapter):
             self._change_adapter(channel, message)
 
