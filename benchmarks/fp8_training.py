@@ -32,8 +32,8 @@ from common import shared, table, write
 from qat_cifar import images
 from train_runs import cifar10
 
-from smelt.compression.distillation.base import process_group
 from smelt.compression.distillation.samples import Samples
+from smelt.compression.distillation.training_run import process_group
 from smelt.config import parse
 from smelt.errors import SmeltError
 from smelt.models.cifar_resnet import CifarResNetConfig, CifarResNetForImageClassification

@@ -27,9 +27,10 @@ from qat_runs import Row, add_options, apply_step, mean_and_seeds, run_cells, tr
 from torch import Tensor
 from train_runs import cifar10
 
-from smelt.compression.distillation.base import Student, process_group
 from smelt.compression.distillation.losses import Labels
 from smelt.compression.distillation.samples import Samples
+from smelt.compression.distillation.student import Student
+from smelt.compression.distillation.training_run import process_group
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.train.trainer.config import CheckpointConfig, EvaluateConfig, OptimizerConfig, ScheduleConfig, TrainConfig

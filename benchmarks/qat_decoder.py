@@ -31,10 +31,11 @@ import torch
 from common import shared, table, write
 
 from smelt.compression.base import Batch, MethodContext
-from smelt.compression.distillation.base import Student, process_group
 from smelt.compression.distillation.losses import LOSSES, Labels, LossTerm
 from smelt.compression.distillation.samples import Samples
+from smelt.compression.distillation.student import Student
 from smelt.compression.distillation.teachers import DenseTeacher
+from smelt.compression.distillation.training_run import process_group
 from smelt.compression.methods import METHODS
 from smelt.compression.recipe.plan import plan
 from smelt.compression.recipe.recipe import Recipe

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from smelt.compression.base import METHODS, Batch, MethodContext
-from smelt.compression.distillation.base import Student
 from smelt.compression.distillation.fake_quantize import fake_quantized_layers
 from smelt.compression.distillation.losses import SAMPLE_WEIGHTS, Qbc
 from smelt.compression.distillation.sqil import importance_weights, state_importance
+from smelt.compression.distillation.student import Student
 from smelt.compression.distillation.teachers import DenseTeacher
 from smelt.errors import DataError, ModelError, RecipeError
 from smelt.models.artifact import load_artifact, save_artifact

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smelt.compression.base import METHODS, Batch, Method, MethodContext
-from smelt.compression.distillation.base import Student
 from smelt.compression.distillation.fake_quantize import fake_quantized_layers, init_activations, prepare
 from smelt.compression.distillation.losses import Labels
 from smelt.compression.distillation.quantizers.pact import Pact
 from smelt.compression.distillation.quantizers.sawb import Sawb
 from smelt.compression.distillation.samples import Samples, crop_and_flip
 from smelt.compression.distillation.speq import StochasticPrecisionTeacher, frozen_running_statistics
+from smelt.compression.distillation.student import Student
 from smelt.compression.recipe.recipe import Recipe
 from smelt.errors import DataError, DivergenceError, ModelError, RecipeError
 from smelt.models.artifact import load_artifact, save_artifact

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from smelt.compression.base import METHODS, Batch, MethodContext
-from smelt.compression.distillation.base import Student
 from smelt.compression.distillation.fake_quantize import init_activations, prepare
 from smelt.compression.distillation.intermediates import (
     CONTEXTS,
@@ -29,6 +28,7 @@ from smelt.compression.distillation.intermediates import (
 from smelt.compression.distillation.losses import LOSSES
 from smelt.compression.distillation.quantizers.minmax import MinMaxActivations
 from smelt.compression.distillation.quantizers.twn import Twn
+from smelt.compression.distillation.student import Student
 from smelt.compression.distillation.teachers import DenseTeacher
 from smelt.errors import DataError, ModelError, RecipeError
 from smelt.models.anatomy import anatomy_of

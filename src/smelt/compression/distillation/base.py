@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -44,7 +42,6 @@ from smelt.compression.distillation.fake_quantize import (
     prepare,
 )
 from smelt.compression.distillation.intermediates import (
-    NetworkOutputs,
     ObservedNetwork,
     block_paths,
     check_observable,
@@ -53,18 +50,17 @@ from smelt.compression.distillation.intermediates import (
 from smelt.compression.distillation.losses import SAMPLE_WEIGHTS, Labels, LossTerm
 from smelt.compression.distillation.quantizers import ActivationQuantizer, WeightQuantizer
 from smelt.compression.distillation.quantizers.minmax import MinMax
-from smelt.compression.distillation.samples import SAMPLE_INDICES, Samples
+from smelt.compression.distillation.samples import Samples
+from smelt.compression.distillation.student import NetworkTeacher, Student
+from smelt.compression.distillation.training_run import BestCheckpoint, can_resume, process_group
 from smelt.compression.quantization.layers import LinearLayer, layer_groups
-from smelt.errors import ConfigError, DataError, ModelError, RecipeError, SmeltError
-from smelt.files import write_atomically
+from smelt.errors import ConfigError, DataError, ModelError, RecipeError
 from smelt.measure.cost import block_parameters, count_bytes
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
 from smelt.models.quantized_network import prepare_quantized_layers
-from smelt.progress import Progress
 from smelt.train.gradients.comm import Comm
-from smelt.train.trainer import checkpoint
 from smelt.train.trainer.config import (
     CheckpointConfig,
     EvaluateConfig,
@@ -72,9 +68,7 @@ from smelt.train.trainer.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from smelt.train.trainer.distributed import init_distributed
 from smelt.train.trainer.gradient_sync import normalize_gradients
-from smelt.train.trainer.run_folder import RunFolder
 from smelt.train.trainer.tasks import TrainingTask
 from smelt.train.trainer.trainer import Trainer
 
@@ -298,7 +292,7 @@ class QuantizationAwareTraining(Method):
         with warnings.catch_warnings(), process_group(device):
             warnings.filterwarnings("ignore", "Grad strides do not match")  # of 1x1 convolutions in DDP: harmless
             config, comm = self._train_config(len(task.train), model, context, device), Comm()
-            resume = _can_resume(folder, comm)
+            resume = can_resume(folder, comm)
             trainer = Trainer(config, folder, device, resume=resume, resplit=False, task=task)
             best = BestCheckpoint(trainer)
             for entry in context.progress.track(trainer.steps(), self.name, total=config.steps - trainer.progress.step):
@@ -342,54 +336,6 @@ class QuantizationAwareTraining(Method):
         )  # fmt: skip
 
 
-class BestCheckpoint:
-    """Keeps the weights of the checkpoint that does best on held-out samples, also when a run is resumed."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._folder = trainer, trainer.folder.path / "best"
-        evaluated = [entry for entry in trainer.folder.read_log() if "evaluation" in entry]
-        self.step, self._score = 0, -math.inf
-        for entry in evaluated:
-            self.update(entry, link=entry["step"] == trainer.progress.step)  # killed before it was kept
-
-    def update(self, entry: dict[str, Any], *, link: bool = True) -> None:
-        """Keep the checkpoint of a step if it was evaluated and none before was better."""
-        evaluation = entry.get("evaluation")
-        if evaluation is None:
-            return
-        score = evaluation.get("accuracy", -evaluation["loss"])
-        if not score >= self._score:
-            return
-        self.step, self._score = entry["step"], score
-        if link and self._trainer.comm.rank == 0:
-            kept = self._trainer.folder.checkpoints / f"step-{self.step}" / checkpoint.MODEL
-            write_atomically(self._folder / checkpoint.MODEL, partial(_link_or_copy, kept))
-
-    def load(self) -> None:
-        """Load the kept weights into the network of rank 0."""
-        if self.step != self._trainer.progress.step and self._trainer.comm.rank == 0:
-            checkpoint.load_model(self._trainer.task.network, self._folder)
-
-
-def _can_resume(folder: Path, comm: Comm) -> bool:
-    """Return whether there is an unfinished training run; refuse one of another number of workers."""
-    exists = bool(comm.all_gather(torch.tensor([folder.exists()]), "agreement").all())
-    before = RunFolder(folder).read_metadata()["world_size"] if exists else comm.world_size
-    if before != comm.world_size:
-        raise SmeltError(
-            f"the unfinished training in {folder} ran on {before} workers; resume with --workers {before}."
-        )
-    return exists
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    """Give a file that never changes another name."""
-    try:
-        os.link(source, target)
-    except OSError:  # not on every file system
-        shutil.copyfile(source, target)
-
-
 def _dtypes(network: nn.Module) -> dict[str, torch.dtype]:
     """Return the dtype of each parameter and buffer, by name."""
     return {name: tensor.dtype for name, tensor in chain(network.named_parameters(), network.named_buffers())}
@@ -409,76 +355,6 @@ def _enable_gradient_checkpointing(network: Any) -> None:
             "gradient_checkpointing and use smaller batches with gradient_accumulation_steps."
         )
     network.gradient_checkpointing_enable({"use_reentrant": False})
-
-
-class NetworkTeacher:
-    """Computes outputs that the student learns from, without gradients."""
-
-    def begin(self, student: Student, samples: Samples, folder: Path, batch_size: int, progress: Progress) -> None:
-        """Prepare for the training samples; what is worth keeping goes into the folder."""
-        return
-
-    def outputs(self, student: Student, batch: Batch) -> Any:
-        raise NotImplementedError
-
-    def check(self, student: Student, batch: Batch) -> None:
-        """Raise, before training begins, if the student cannot learn from this teacher."""
-        return
-
-
-class Student(nn.Module):
-    """The network that trains. In training, its loss is the sum of the method's terms and the quantizers' penalties."""
-
-    def __init__(self, network: nn.Module, losses: tuple[LossTerm, ...], teacher: NetworkTeacher | None) -> None:
-        super().__init__()
-        self.network, self.losses, self.config = network, losses, network.config
-        self.observed = ObservedNetwork(network)
-        self.intervention: str | None = None  # which intermediate outputs the teacher's replace in the next passes
-        self._teacher = [teacher]  # in a list: its parameters are none of this module's
-
-    def inputs(self, batch: Batch) -> Batch:
-        """Return the part of a batch that is passed to the network."""
-        return {name: tensor for name, tensor in batch.items() if name not in (SAMPLE_WEIGHTS, SAMPLE_INDICES)}
-
-    def forward(self, **batch: Tensor) -> Any:
-        batch.pop("use_cache", None)
-        if not self.training:
-            return self.observed(batch)
-        taught = self.taught(batch)
-        outputs = self.observed(self.inputs(batch), self.intervention, taught)
-        return NetworkOutputs(outputs.logits, self.loss(outputs, taught, batch))
-
-    def taught(self, batch: Batch) -> Any:
-        """Return the teacher's outputs, or None without a teacher."""
-        teacher = self._teacher[0]
-        if teacher is None:
-            return None
-        with torch.no_grad():
-            return teacher.outputs(self, batch)
-
-    def loss(self, outputs: NetworkOutputs, taught: Any, batch: Batch) -> Tensor:
-        """Return the sum of the terms and penalties, []."""
-        loss: Any = sum(term.weight * term.compute(outputs, taught, batch) for term in self.losses) + self.penalty()
-        if outputs.intermediates:
-            loss = loss + 0 * outputs.logits.sum()  # DDP waits for a gradient of the head, too
-        return loss
-
-    def penalty(self) -> Tensor | float:
-        """Return the sum of the layers' own terms of the loss."""
-        return sum(layer.penalty() for layer in fake_quantized_layers(self.network).values())
-
-
-@contextmanager
-def process_group(device: torch.device) -> Iterator[None]:
-    """Train with the ranks that exist; if there is no process group, in one of this process alone."""
-    if distributed.is_initialized():
-        yield
-        return
-    init_distributed(device.type, timeout=60.0)
-    try:
-        yield
-    finally:
-        distributed.destroy_process_group()
 
 
 def _has_accuracy(model: Model) -> bool:

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from smelt.compression.base import Batch
-from smelt.compression.distillation.base import NetworkTeacher, Student
 from smelt.compression.distillation.intermediates import NetworkOutputs
 from smelt.compression.distillation.samples import SAMPLE_INDICES, Samples
+from smelt.compression.distillation.student import NetworkTeacher, Student
 from smelt.errors import DataError, ModelError
 from smelt.files import write_atomically
 from smelt.progress import Progress

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from smelt.compression.base import METHODS, Batch
-from smelt.compression.distillation.base import NetworkTeacher, Student
 from smelt.compression.distillation.fake_quantize import fake_quantized_layers
 from smelt.compression.distillation.intermediates import NetworkOutputs
 from smelt.compression.distillation.losses import LossTerm
 from smelt.compression.distillation.quantizers import WeightQuantizer
 from smelt.compression.distillation.quantizers.nested import Nested
+from smelt.compression.distillation.student import NetworkTeacher, Student
 from smelt.compression.distillation.teachers import DistilledTraining
 from smelt.errors import RecipeError
 from smelt.train.trainer.tasks import TrainingTask

@@ -22,10 +22,11 @@ from smelt.compression.base import (
     within,
 )
 from smelt.compression.calibration.gradients import gradient_bytes
-from smelt.compression.distillation.base import NetworkTeacher, QuantizationAwareTraining, Student
+from smelt.compression.distillation.base import QuantizationAwareTraining
 from smelt.compression.distillation.fake_quantize import convert, init_activations, prepare
 from smelt.compression.distillation.losses import IGNORED, LossTerm
 from smelt.compression.distillation.samples import Samples
+from smelt.compression.distillation.student import NetworkTeacher, Student
 from smelt.errors import DataError, ModelError, RecipeError
 from smelt.measure.cost import count_bytes
 from smelt.models.anatomy import Anatomy

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from smelt.compression.base import METHODS, Batch, within
-from smelt.compression.distillation.base import NetworkTeacher, QuantizationAwareTraining, Student
+from smelt.compression.distillation.base import QuantizationAwareTraining
 from smelt.compression.distillation.fake_quantize import fake_quantized_layers, input_bits
 from smelt.compression.distillation.losses import Cosine, Labels, LossTerm
 from smelt.compression.distillation.quantizers import ActivationQuantizer, WeightQuantizer
 from smelt.compression.distillation.quantizers.pact import Pact
 from smelt.compression.distillation.quantizers.sawb import Sawb
+from smelt.compression.distillation.student import NetworkTeacher, Student
 from smelt.errors import RecipeError
 from smelt.models.model import Model
 

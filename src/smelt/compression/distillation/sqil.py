@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from smelt.compression.base import METHODS, Batch, within
-from smelt.compression.distillation.base import NetworkTeacher
 from smelt.compression.distillation.imitation import ImitationLearning
+from smelt.compression.distillation.student import NetworkTeacher
 from smelt.compression.distillation.teachers import DenseTeacher
 from smelt.errors import ModelError, RecipeError
 from smelt.models.anatomy import Anatomy

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from smelt.compression.base import Batch, within
-from smelt.compression.distillation.base import NetworkTeacher, QuantizationAwareTraining, Student
+from smelt.compression.distillation.base import QuantizationAwareTraining
 from smelt.compression.distillation.cached_teacher import CachedTeacher
 from smelt.compression.distillation.intermediates import (
     NetworkOutputs,
@@ -18,6 +18,7 @@ from smelt.compression.distillation.intermediates import (
     block_paths,
     check_observable,
 )
+from smelt.compression.distillation.student import NetworkTeacher, Student
 from smelt.errors import ModelError, RecipeError
 from smelt.models.anatomy import anatomy_of
 from smelt.models.load import load

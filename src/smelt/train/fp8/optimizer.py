@@ -64,7 +64,7 @@ class Fp16SGD(torch.optim.SGD):
 
 
 class Fp16AdamW(torch.optim.AdamW):
-    """AdamW whose weights are rounded to FP16; its moments, which the paper has not, stay in float32."""
+    """AdamW whose weights are rounded to FP16; the paper does not have its moments, which stay in float32."""
 
     def __init__(self, params: Iterable[Any], rounding: Fp16Rounding, **options: Any) -> None:
         super().__init__(params, **options)
