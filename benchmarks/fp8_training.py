@@ -19,8 +19,6 @@ import argparse
 import gzip
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +28,7 @@ import torch
 from cifar_resnet import CLASSES, WIDTHS
 from common import shared, table, write
 from qat_cifar import images
+from qat_runs import Row, print_row, run_cell
 from train_runs import cifar10
 
 from smelt.compression.distillation.samples import Samples
@@ -42,7 +41,6 @@ from smelt.train.trainer.run_folder import RunFolder
 from smelt.train.trainer.tasks import TrainingTask
 from smelt.train.trainer.trainer import Trainer
 
-Row = dict[str, Any]
 PREDICTED = {"forward": None, "backward": None, "gradient": None}
 
 
@@ -86,12 +84,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1500, help="of the GPT")
     parser.add_argument("--jobs", type=int, default=1, help="rows that are trained at the same time")
     parser.add_argument("--smoke", action="store_true", help="a few steps of tiny networks; no results are written")
-    parser.add_argument("--folder", type=Path, help="for the data; kept if given")
+    parser.add_argument(
+        "--folder", type=Path, help="for data and finished rows; kept if given, and then a cut-off run goes on"
+    )
     parser.add_argument("--name", default="fp8_training", help="of the results file")
     parser.add_argument("--cell", help=argparse.SUPPRESS)  # train one row in this process
     options = parser.parse_args()
     if options.cell is not None:
-        print("ROW" + json.dumps(train_row(json.loads(options.cell), options)), flush=True)
+        print_row(train_row(json.loads(options.cell), options))
         return
     options.rows = options.rows or (SMOKE_ROWS if options.smoke else list(ROWS))
     with tempfile.TemporaryDirectory() as temporary:
@@ -104,7 +104,7 @@ def main() -> None:
         ]  # fmt: skip
         rows: list[Row] = []
         with ThreadPoolExecutor(options.jobs) as pool:
-            for row in pool.map(lambda cell: run_cell(cell, options), cells):
+            for row in pool.map(lambda cell: run_row(cell, options), cells):
                 rows.append(row)
                 if options.smoke:
                     print(text(rows, options, len(cells)))
@@ -121,17 +121,13 @@ def prepare_data(folder: Path, networks: list[str]) -> None:
         cifar10(folder)
 
 
-def run_cell(cell: Row, options: argparse.Namespace) -> Row:
+def run_row(cell: Row, options: argparse.Namespace) -> Row:
     if options.smoke:
         return train_row(cell, options)
     flags = ["--device", options.device, "--epochs", str(options.epochs), "--steps", str(options.steps)]
-    command = [sys.executable, __file__, "--cell", json.dumps(cell), "--folder", str(options.folder), *flags]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = [line for line in process.stdout.splitlines() if line.startswith("ROW")]
-    if not found:
-        raise SystemExit(f"{cell} failed:\n{process.stderr[-3000:]}")
-    row: Row = json.loads(found[0][3:])
-    print({key: value for key, value in row.items() if "curve" not in key}, flush=True)
+    row = run_cell(__file__, json.dumps(cell), ["--folder", str(options.folder), *flags], options.folder)
+    if "failed" in row:
+        raise SystemExit(f"{cell} failed:\n{row['failed']}")
     return row
 
 

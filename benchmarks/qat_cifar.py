@@ -6,7 +6,7 @@ The images are the lossy JPEG copies of the shared folder, on which the publishe
 network is trained on them first, from the published weights, with the same epochs, and every row starts from it. All
 rows have the same optimizer, schedule and augmentation and differ in the quantizers only. First convolution, classifier
 and the 1x1 convolutions of shortcuts stay in float. Accuracy is that of the packed network on the 10,000 test images.
-Every row is a process of its own.
+Every row is a process of its own. `--resume` with the `--folder` of a cut-off run adds the rows that it lacks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from cifar_resnet import PROCESSOR, write_model
-from common import table, write
+from common import previous_rows, table, write
 from qat_runs import Row, add_options, apply_step, mean_and_seeds, run_cells, train_cells
 from torch import Tensor
 from train_runs import cifar10
@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=30)
     parser.add_argument("--images", type=int, default=50_000, help="of the training set")
     parser.add_argument("--bits", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--resume", action="store_true", help="keep the rows of the results file")
     options = parser.parse_args()
     if options.cells is not None:
         train_cells(options.cells, lambda cell: train_row(cell, options))
@@ -66,17 +67,25 @@ def main() -> None:
         options.folder.mkdir(parents=True, exist_ok=True)
         if not (options.folder / "cifar10.npz").exists():
             cifar10(options.folder)
+        rows = previous_rows(options.name, options.resume)
+        done = {key(row) for row in rows}
         dense = {"row": "dense", "bits": 32, "seed": 0}
         cells = [
             {"row": name, "bits": bits, "seed": seed}
             for seed in options.seeds for bits in options.bits for name in GRID[bits]
+            if (name, bits, seed) not in done
         ]  # fmt: skip
         flags = ["--device", options.device, "--epochs", str(options.epochs), "--images", str(options.images)]
         flags += ["--folder", str(options.folder)]
-        rows = list(run_cells(__file__, [[dense]], 1, flags))
+        if key(dense) not in done:
+            rows += run_cells(__file__, [[dense]], 1, flags)
         for row in run_cells(__file__, [[cell] for cell in cells], options.jobs, flags):
             rows.append(row)
             write(options.name, rows, text(rows, options))
+
+
+def key(row: Row) -> tuple[str, int, int]:
+    return row["row"], row["bits"], row["seed"]
 
 
 def images(folder: Path, split: str, device: str, count: int | None = None) -> dict[str, Tensor]:

@@ -14,11 +14,8 @@ quantizers. First the time of a step and the peak memory are measured, alone on 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -29,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import shared, table, write
+from qat_runs import Row, print_row, run_cell
 
 from smelt.compression.base import Batch, MethodContext
 from smelt.compression.distillation.losses import LOSSES, Labels, LossTerm
@@ -57,7 +55,6 @@ BATCH_SIZE, WARMUP = 16, 0.05  # sequences per step; share of the steps
 FLOAT_LR, LR = 5e-5, 5e-4
 KD = {"teacher": "source", "losses": [{"loss": "logits"}]}
 COST = "cost"
-Row = dict[str, Any]
 Steps = list[dict[str, Any]]
 
 
@@ -105,7 +102,7 @@ TASKS = ("arc_easy", "hellaswag_val", "piqa", "winogrande")
 def main() -> None:
     options = parse()
     if options.cell is not None:
-        print("ROW" + json.dumps(run_row(options.cell, options)), flush=True)
+        print_row(run_row(options.cell, options))
         return
     with tempfile.TemporaryDirectory() as temporary:
         options.folder = options.folder or Path(temporary)
@@ -137,7 +134,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", help="by name; default: all without the grid")
     parser.add_argument("--group", type=int, default=64, help="weights that share a scale")
     parser.add_argument("--smoke", action="store_true", help="a tiny model for a minute; nothing is written")
-    parser.add_argument("--folder", type=Path, help="for the teacher; kept if given")
+    parser.add_argument(
+        "--folder", type=Path, help="for the teacher and finished rows; kept if given, and then a cut-off run goes on"
+    )
     parser.add_argument("--name", default="qat_decoder", help="of the results file")
     parser.add_argument("--cell", help=argparse.SUPPRESS)  # one row in this process
     options = parser.parse_args()
@@ -153,14 +152,10 @@ def run_process(name: str, options: argparse.Namespace) -> Row:
     plain = {key: value for key, value in vars(options).items() if key not in ("cell", "rows", "grid", "smoke", "jobs")}
     flags = [part for key, value in plain.items() if value is not None
              for part in (f"--{key.replace('_', '-')}", str(value))]  # fmt: skip
-    command = [sys.executable, __file__, "--cell", name, *flags, *(["--smoke"] if options.smoke else [])]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = [line for line in process.stdout.splitlines() if line.startswith("ROW")]
-    row: Row = json.loads(found[0][3:]) if found else {"row": name, "failed": process.stderr[-2000:]}
-    print({key: value for key, value in row.items() if key not in ("results", "loss_curve")}, flush=True)
-    if not found and name in (TEACHER, BASELINE):
-        raise SystemExit(f"{name} failed:\n{process.stderr[-3000:]}")
-    return row
+    row = run_cell(__file__, name, [*flags, *(["--smoke"] if options.smoke else [])], options.folder)
+    if "failed" in row and name in (TEACHER, BASELINE):
+        raise SystemExit(f"{name} failed:\n{row['failed']}")
+    return {"row": name, **row}
 
 
 def run_row(name: str, options: argparse.Namespace) -> Row:

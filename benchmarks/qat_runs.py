@@ -1,12 +1,14 @@
 """Shared by the benchmarks of quantization-aware training: cells of a grid are trained in processes, side by side.
 
-A script calls `run_cells` for its grid and `train_cells` where it is started with `--cells`.
+A script calls `run_cells` for its grid and `train_cells` where it is started with `--cells`; where every cell is a
+process of its own that is started with `--cell`, it calls `run_cell`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -22,6 +24,7 @@ import torch
 from smelt.compression.base import MethodContext
 from smelt.compression.methods import METHODS
 from smelt.data import Batch
+from smelt.files import write_atomically
 from smelt.models.model import Model
 
 Row = dict[str, Any]
@@ -70,12 +73,38 @@ def run_cells(script: str, parts: Sequence[Sequence[Row]], jobs: int, flags: Seq
             yield row
 
 
+def run_cell(script: str, cell: str, flags: Sequence[str], folder: Path) -> Row:
+    """Run a script with `--cell` in a process of its own; return its row, or what it wrote to standard error.
+
+    A finished row is kept in the folder and is not computed again.
+    """
+    kept = folder / "rows" / f"{re.sub('[^a-z0-9]+', '-', cell.lower()).strip('-')}.json"
+    if kept.exists():
+        row: Row = json.loads(kept.read_text())
+        return row
+    command = [sys.executable, script, "--cell", cell, *flags]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = [line for line in process.stdout.splitlines() if line.startswith(_MARK)]
+    if not found:
+        print(f"{cell} failed:\n{process.stderr[-3000:]}", flush=True)
+        return {"failed": process.stderr[-3000:]}
+    row = json.loads(found[0][len(_MARK) :])
+    write_atomically(kept, lambda path: path.write_text(json.dumps(row)))
+    print({key: value for key, value in row.items() if key != "results" and "curve" not in key}, flush=True)
+    return row
+
+
+def print_row(row: Row) -> None:
+    """Print a row for the process that started this one."""
+    print(_MARK + json.dumps(row), flush=True)
+
+
 def train_cells(cells: str, train: Callable[[Row], Row]) -> None:
     """Train the cells of this process and print a row for each."""
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     for cell in json.loads(cells):
-        print(_MARK + json.dumps(train(cell)), flush=True)
+        print_row(train(cell))
 
 
 def apply_step(step: Row, model: Model, batches: Sequence[Batch], seed: int) -> Row:

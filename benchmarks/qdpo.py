@@ -24,8 +24,6 @@ import copy
 import json
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +32,7 @@ from typing import Any
 
 import torch
 from common import shared, table, write
+from qat_runs import Row, print_row, run_cell
 from torch import Tensor
 
 from smelt.compression.base import Batch, MethodContext
@@ -52,13 +51,12 @@ from smelt.models.quantized import dequantized_weights
 RATES = (1e-6, 1e-5)
 UNTRAINED = "rounded to nearest"
 TRAINED = ("SFT", "KD", "QDPO", "QDPO without the reference")
-Row = dict[str, Any]
 
 
 def main() -> None:
     options = parse()
     if options.cell is not None:
-        print("ROW" + json.dumps(run_row(json.loads(options.cell), options)), flush=True)
+        print_row(run_row(json.loads(options.cell), options))
         return
     with tempfile.TemporaryDirectory() as temporary:
         options.folder = options.folder or Path(temporary)
@@ -94,7 +92,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=4, help="rows that are trained at the same time")
     parser.add_argument("--smoke", action="store_true", help="a tiny model; nothing is written")
-    parser.add_argument("--folder", type=Path, help="for the pairs; kept if given")
+    parser.add_argument(
+        "--folder", type=Path, help="for pairs and finished rows; kept if given, and then a cut-off run goes on"
+    )
     parser.add_argument("--name", default="qdpo", help="of the results file")
     parser.add_argument("--cell", help=argparse.SUPPRESS)  # one row in this process
     options = parser.parse_args()
@@ -110,13 +110,10 @@ def run_process(cell: Row, options: argparse.Namespace) -> Row:
     """Run a row in a process of its own."""
     keys = ("device", "model", "format", "prompts", "held_out", "prompt_tokens", "answer_tokens", "folder")
     flags = [part for key in keys for part in (f"--{key.replace('_', '-')}", str(getattr(options, key)))]
-    command = [sys.executable, __file__, "--cell", json.dumps(cell), *flags, *(["--smoke"] if options.smoke else [])]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = [line for line in process.stdout.splitlines() if line.startswith("ROW")]
-    if not found:
-        raise SystemExit(f"{cell} failed:\n{process.stderr[-3000:]}")
-    row: Row = json.loads(found[0][3:])
-    print(row, flush=True)
+    flags += ["--smoke"] * options.smoke
+    row = run_cell(__file__, json.dumps(cell), flags, options.folder)
+    if "failed" in row:
+        raise SystemExit(f"{cell} failed:\n{row['failed']}")
     return row
 
 
