@@ -93,7 +93,9 @@ def quantize(
     scaled = (blocks * scale).clamp(-limit, limit)  # a cast saturates in eager mode since torch 2.12 only
     if amax is not None:
         scaled = torch.where(blocks.isinf(), torch.nan, scaled)
-    return Float8Matrix(scaled.reshape(rows, columns).to(dtype), scale.reciprocal()[:, 0, :, 0], block)
+    # Of a transposed view, too, rows become contiguous: FP8 GEMMs need that.
+    data = scaled.reshape(rows, columns).to(dtype, memory_format=torch.contiguous_format)
+    return Float8Matrix(data, scale.reciprocal()[:, 0, :, 0], block)
 
 
 def transpose(matrix: Float8Matrix) -> Float8Matrix:
