@@ -47,6 +47,10 @@ class FormatError(SmeltError):
     """A number format does not exist or cannot represent the requested values."""
 
 
+class ConversionError(SmeltError):
+    """A network has no integer form: an operator lacks one, or a scale would overflow an integer."""
+
+
 class RequestError(SmeltError):
     """A request cannot be served: a value is out of range, the prompt is too long, or the queue is full."""
 

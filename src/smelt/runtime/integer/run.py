@@ -1,0 +1,81 @@
+"""Run an integer graph node by node, each operator by the reference or by a kernel of the chosen backend."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from smelt.errors import ModelError
+from smelt.runtime.integer.graph import DTYPES, IntegerGraph, Node, dtype_name
+from smelt.runtime.integer.ops import OPERATORS
+
+# An operator that a backend lacks runs by the reference.
+BACKENDS: dict[str, dict[str, Callable[..., Tensor]]] = {"reference": OPERATORS}
+
+
+class Interpreter:
+    """Executes a graph; `check_ranges` also proves that no result leaves the range of its dtype."""
+
+    def __init__(self, graph: IntegerGraph, backend: str = "reference", *, check_ranges: bool = False) -> None:
+        if backend not in BACKENDS:
+            raise ModelError(f"There is no backend {backend!r} for integer graphs; choose from {', '.join(BACKENDS)}.")
+        if unknown := {node.op for node in graph.nodes} - OPERATORS.keys():
+            raise ModelError(f"The integer graph has unknown operators: {', '.join(sorted(unknown))}.")
+        self.graph = graph
+        self.check_ranges = check_ranges
+        self._functions = [BACKENDS[backend].get(node.op, OPERATORS[node.op]) for node in graph.nodes]
+        self._released = _last_uses(graph)
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the outputs by name; all values are integers."""
+        outputs = {name: tensor for name, tensor in inputs.items() if name in self.graph.outputs}
+        for node, tensor in self.trace(inputs):
+            if node.output in self.graph.outputs:
+                outputs[node.output] = tensor
+        return outputs
+
+    def trace(self, inputs: Mapping[str, Tensor]) -> Iterator[tuple[Node, Tensor]]:
+        """Yield every node with the tensor it produces, in order; a tensor is released after its last use."""
+        values = {name: self._input(name, inputs) for name in self.graph.inputs}
+        for index, (node, function) in enumerate(zip(self.graph.nodes, self._functions, strict=True)):
+            arguments = [values[name] for name in node.inputs]
+            values[node.output] = self._result(node, function(*arguments, **node.constants, **node.attributes))
+            yield node, values[node.output]
+            for name in self._released[index]:
+                del values[name]
+
+    def _input(self, name: str, inputs: Mapping[str, Tensor]) -> Tensor:
+        if name not in inputs:
+            raise ModelError(f"The integer graph needs the input {name!r}.")
+        tensor = inputs[name]
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            raise ModelError(f"The integer graph takes integers; the input {name!r} is {dtype_name(tensor)}.")
+        return tensor.to(DTYPES[self.graph.inputs[name]])
+
+    def _result(self, node: Node, result: Tensor) -> Tensor:
+        dtype = DTYPES[node.dtype]
+        if result.dtype not in DTYPES.values():
+            raise ModelError(f"The integer graph computed {dtype_name(result)} in {node}; only integers are allowed.")
+        if self.check_ranges and result.numel():
+            limits = torch.iinfo(dtype)
+            if int(result.min()) < limits.min or int(result.max()) > limits.max:
+                raise ModelError(f"The integer graph overflows {node.dtype} in {node}.")
+        return result.to(dtype)
+
+
+def _last_uses(graph: IntegerGraph) -> list[list[str]]:
+    """Return for every node the tensors that nothing after it reads."""
+    uses = Counter(name for node in graph.nodes for name in set(node.inputs))
+    uses.update(graph.outputs)
+    released = []
+    for node in graph.nodes:
+        done = [] if uses[node.output] else [node.output]
+        for name in set(node.inputs):
+            uses[name] -= 1
+            if not uses[name]:
+                done.append(name)
+        released.append(done)
+    return released
