@@ -7,6 +7,7 @@ and the scale dtype. The canonical name of a format omits what its base implies.
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import lru_cache
 
 from smelt.errors import FormatError
 from smelt.numerics.elements import E2M1, E2M3, E3M2, E4M3, E5M2, mx_integers, normal_floats, unsigned_integers
@@ -45,6 +46,7 @@ FORMATS: dict[str, Format] = {
 _GROUP_NAMES = {"row": PER_ROW, "tensor": PER_TENSOR}
 
 
+@lru_cache(maxsize=1024)  # layers ask for theirs in every forward pass
 def get_format(name: str) -> Format:
     """Return the format with this name."""
     base_and_group, at, scale = name.partition("@")

@@ -74,7 +74,9 @@ class Format(ABC):
     def split_groups(self, x: Tensor) -> Tensor:  # [..., columns] -> [..., groups, size]
         """Split rows into groups."""
         size = self.effective_group_size(x.shape[-1])
-        return F.pad(x.float(), (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
+        padding = -x.shape[-1] % size
+        padded = F.pad(x.float(), (0, padding)) if padding else x.float()
+        return padded.unflatten(-1, (-1, size))
 
     def effective_group_size(self, columns: int) -> int:
         """Return the number of values of a row that share a scale."""

@@ -7,14 +7,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from smelt.compression.distillation.quantizers import ACTIVATION_QUANTIZERS, WEIGHT_QUANTIZERS
+from smelt.compression.distillation.quantizers.base import round_through
+from smelt.compression.distillation.quantizers.lsq import Lsq
 from smelt.compression.distillation.quantizers.pact import Pact
 from smelt.compression.distillation.quantizers.sawb import CONSTANTS, Sawb, clipping_level
 from smelt.compression.distillation.quantizers.twn import Twn
 from smelt.errors import DataError, RecipeError
 from smelt.kernels.linear import ActivationQuant
 from smelt.numerics.format import QuantizedTensor
+from smelt.numerics.gradient import straight_through
 
 WEIGHTS: list[dict[str, Any]] = [
     *({"quantizer": "sawb", "bits": bits, "zero": zero} for bits, zero in CONSTANTS),
@@ -167,6 +171,60 @@ def test_gradients_of_weights() -> None:
     assert scale.grad is not None
     by_hand = (-2 + (0 + 0.4) + (0 - 0.1) + 1) / 4**0.5  # clipped at -2, rounded to 0 twice, clipped at 1
     assert float(scale.grad) == pytest.approx(by_hand, abs=1e-6)
+
+
+@pytest.mark.parametrize("number_format", ["int2/16", "int4/tensor", "ternary/16", "int2-float-zero/16@float16"])
+def test_gradients_of_a_learned_grid_are_those_of_its_formula(number_format: str) -> None:
+    torch.manual_seed(0)
+    quantizer = WEIGHT_QUANTIZERS.build({"quantizer": "lsq", "weight_format": number_format})
+    assert isinstance(quantizer, Lsq)
+    weight = torch.randn(8, 64)
+    weighting = torch.randn_like(weight)
+
+    def composed(weight: Tensor, learned: dict[str, Tensor]) -> Tensor:
+        groups = quantizer.format.split_groups(weight)
+        stored = quantizer.qparams(groups, learned)
+        factor = (groups.numel() // stored.scale.numel() * quantizer.levels[1]) ** -0.5
+
+        def with_gradient(learned: Tensor, stored: Tensor) -> Tensor:
+            passed = straight_through(learned, stored)
+            return (passed * (1 - factor)).detach() + passed * factor
+
+        scale = with_gradient(learned["scale"], stored.scale)
+        zero = None if stored.zero is None else with_gradient(learned["zero"], stored.zero)
+        if zero is None:
+            return (round_through((groups / scale).clamp(*quantizer.levels)) * scale).flatten(-2)
+        return ((round_through((groups / scale + zero).clamp(0, 3)) - zero) * scale).flatten(-2)
+
+    results = []
+    for fake_quantize in (quantizer.fake_quantize, composed):
+        leaves = {"weight": weight, **quantizer.init(weight)}
+        leaves = {name: value.clone().requires_grad_() for name, value in leaves.items()}
+        learned = {name: value for name, value in leaves.items() if name != "weight"}
+        output = fake_quantize(leaves["weight"], learned)
+        (output * weighting).sum().backward()
+        results.append([output.detach(), *(leaf.grad for leaf in leaves.values())])
+    for actual, expected in zip(*results, strict=True):
+        assert actual is not None and expected is not None
+        assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_learned_grid_takes_few_kernels() -> None:
+    # A step of a small model waits for launches: with 80 for each layer it took 3.4 times as long as in float.
+    class Count(TorchDispatchMode):
+        launches = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            views = ("view", "detach", "alias", "slice", "unsqueeze", "expand", "empty", "t.default")
+            self.launches += not any(name in str(func) for name in views)
+            return func(*args, **(kwargs or {}))
+
+    quantizer = WEIGHT_QUANTIZERS.build({"quantizer": "lsq", "weight_format": "int2-float-zero/16@float16"})
+    weight = torch.randn(8, 64)
+    learned = {name: value.requires_grad_() for name, value in quantizer.init(weight).items()}
+    with Count() as count:
+        quantizer.fake_quantize(weight.requires_grad_(), learned).sum().backward()
+    assert count.launches < 36
 
 
 def test_a_learned_zero_point_starts_between_two_levels() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +17,9 @@ from smelt.compression.distillation.quantizers.base import (
     Learned,
     NamedFormatQuantizer,
     check_bits,
-    round_through,
 )
 from smelt.errors import RecipeError
 from smelt.numerics.format import PER_TENSOR, QuantParams, group_amax
-from smelt.numerics.gradient import straight_through
 from smelt.numerics.integer import Integer
 from smelt.numerics.scaled import Ternary
 
@@ -95,21 +94,15 @@ class Lsq(NamedFormatQuantizer):
         if not isinstance(self.format, Integer):
             return QuantParams(scale)
         zero = learned.get("zero")
-        rounded = None if zero is None else straight_through(zero, self.format.round_zero(zero.detach()))
-        return QuantParams(self.format.round_scale(scale), rounded)
+        return QuantParams(self.format.round_scale(scale), None if zero is None else self.format.round_zero(zero))
 
     def fake_quantize(self, weight: Tensor, learned: Learned) -> Tensor:
         # Without the codes: the gradient's formula gives the same values, and every pass over the weights counts.
         groups = self.format.split_groups(weight)
-        return self._join(self.pass_gradient(groups, groups, self.qparams(groups, learned)), weight)
-
-    def pass_gradient(self, groups: Tensor, values: Tensor, qparams: QuantParams) -> Tensor:
-        count = groups.numel() // qparams.scale.numel()
-        scale = _scale_gradient(qparams.scale, count, self.levels[1])
-        if qparams.zero is None:
-            return round_through((groups / scale).clamp(*self.levels)) * scale
-        zero = _scale_gradient(qparams.zero, count, self.levels[1])
-        return (round_through((groups / scale + zero).clamp(0, 2**self.format.bits - 1)) - zero) * scale
+        with torch.no_grad():
+            qparams = self.qparams(groups, learned)
+        levels = self.levels if qparams.zero is None else (0, 2**self.format.bits - 1)
+        return self._join(learned_grid(groups, learned, qparams, levels, gradient_level=self.levels[1]), weight)
 
 
 @ACTIVATION_QUANTIZERS.register("lsq", paper="Esser et al., 2020 (LSQ, arXiv 1902.08153)")
@@ -134,11 +127,53 @@ class LsqActivations(ActivationQuantizer):
 
     def fake_quantize(self, x: Tensor, bits: int, learned: Learned) -> Tensor:
         low, high = self.levels(bits)
-        scale = _scale_gradient(self.scale(bits, learned), x.numel(), high)
-        return round_through((x / scale).clamp(low, high)) * scale
+        scale = self.scale(bits, learned)
+        return learned_grid(x, {"scale": scale}, QuantParams(scale.detach()), (low, high), gradient_level=high)
 
 
-def _scale_gradient(scale: Tensor, count: int, high: float) -> Tensor:
-    """Return a scale or zero point with its gradient divided by sqrt(count * high): it changes as fast as weights."""
-    factor = 1 / math.sqrt(count * high)
-    return (scale - scale * factor).detach() + scale * factor
+def learned_grid(
+    x: Tensor, learned: Learned, qparams: QuantParams, levels: tuple[float, float], *, gradient_level: float
+) -> Tensor:
+    """Round to the levels of a grid whose scale, and zero point if there is one, are learned.
+
+    `qparams` holds what is computed with: magnitudes of the learned values in their stored dtype. The gradients of the
+    learned values are divided by sqrt(values per scale * gradient_level), so that they change as fast as weights.
+    """
+    factor = 1 / math.sqrt(x.numel() // qparams.scale.numel() * gradient_level)
+    zero = None if qparams.zero is None else learned["zero"]
+    rounded: Tensor = _LearnedGrid.apply(x, learned["scale"], zero, qparams.scale, qparams.zero, levels, factor)
+    return rounded
+
+
+class _LearnedGrid(torch.autograd.Function):
+    """One function, since dozens of differentiable operations make each layer wait for the launches of their kernels.
+
+    With z = x / scale + zero, y = (round(clamp(z)) - zero) * scale. Inside the range dy/dx = 1, dy/dscale = round(z) -
+    z and dy/dzero = 0; outside these are 0, bound - zero and -scale.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, learned_scale: Tensor, learned_zero: Tensor | None, scale: Tensor, zero: Tensor | None,
+        levels: tuple[float, float], factor: float,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x, learned_scale, scale, zero)
+        ctx.levels, ctx.factor = levels, factor
+        rounded = _steps(x, scale, zero).clamp(*levels).round()
+        return (rounded if zero is None else rounded - zero) * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, learned_scale, scale, zero = ctx.saved_tensors
+        steps = _steps(x, scale, zero)
+        bounded = steps.clamp(*ctx.levels)
+        inside = steps == bounded
+        grad_x = grad * inside
+        origin = torch.where(inside, steps, 0.0 if zero is None else zero)
+        grad_scale = (grad * (bounded.round() - origin)).sum_to_size(scale.shape) * ctx.factor * learned_scale.sign()
+        grad_zero = None if zero is None else (grad_x - grad).sum_to_size(zero.shape) * scale * ctx.factor
+        return grad_x, grad_scale, grad_zero, None, None, None, None
+
+
+def _steps(x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    return x / scale if zero is None else x / scale + zero
