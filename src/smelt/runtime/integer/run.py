@@ -1,4 +1,4 @@
-"""Run an integer graph node by node, each operator by the reference or by a kernel of the chosen backend."""
+"""Run an integer graph: node by node by the reference, or with the fused kernels of a device."""
 
 from __future__ import annotations
 
@@ -9,28 +9,39 @@ import torch
 from torch import Tensor
 
 from smelt.errors import ModelError
+from smelt.kernels.integer import integer_kernels
+from smelt.runtime.integer.fused import FusedProgram
 from smelt.runtime.integer.graph import DTYPES, IntegerGraph, Node, dtype_name
 from smelt.runtime.integer.ops import OPERATORS
 
 # An operator that a backend lacks runs by the reference.
 BACKENDS: dict[str, dict[str, Callable[..., Tensor]]] = {"reference": OPERATORS}
+FUSED_BACKENDS = {"cpu": "cpu", "gpu": "cuda"}  # device of the kernels
 
 
 class Interpreter:
-    """Executes a graph; `check_ranges` also proves that no result leaves the range of its dtype."""
+    """Executes a graph; `check_ranges` also proves that no result leaves the range of its dtype.
+
+    With a fused backend, `run` calls kernels, and only `trace` goes through the nodes, by the reference.
+    """
 
     def __init__(self, graph: IntegerGraph, backend: str = "reference", *, check_ranges: bool = False) -> None:
-        if backend not in BACKENDS:
-            raise ModelError(f"There is no backend {backend!r} for integer graphs; choose from {', '.join(BACKENDS)}.")
+        names = (*BACKENDS, *FUSED_BACKENDS)
+        if backend not in names:
+            raise ModelError(f"There is no backend {backend!r} for integer graphs; choose from {', '.join(names)}.")
         if unknown := {node.op for node in graph.nodes} - OPERATORS.keys():
             raise ModelError(f"The integer graph has unknown operators: {', '.join(sorted(unknown))}.")
         self.graph = graph
         self.check_ranges = check_ranges
-        self._functions = [BACKENDS[backend].get(node.op, OPERATORS[node.op]) for node in graph.nodes]
+        self._program = _fused_program(graph, backend) if backend in FUSED_BACKENDS else None
+        functions = BACKENDS.get(backend, OPERATORS)
+        self._functions = [functions.get(node.op, OPERATORS[node.op]) for node in graph.nodes]
         self._released = _last_uses(graph)
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the outputs by name; all values are integers."""
+        if self._program is not None:
+            return self._program.run({name: self._input(name, inputs) for name in self.graph.inputs})
         outputs = {name: tensor for name, tensor in inputs.items() if name in self.graph.outputs}
         for node, tensor in self.trace(inputs):
             if node.output in self.graph.outputs:
@@ -64,6 +75,14 @@ class Interpreter:
             if int(result.min()) < limits.min or int(result.max()) > limits.max:
                 raise ModelError(f"The integer graph overflows {node.dtype} in {node}.")
         return result.to(dtype)
+
+
+def _fused_program(graph: IntegerGraph, backend: str) -> FusedProgram:
+    kernels = integer_kernels(FUSED_BACKENDS[backend])
+    if kernels is None:
+        needed = "a C++ compiler" if backend == "cpu" else "a CUDA device and Triton"
+        raise ModelError(f"The backend {backend!r} for integer graphs needs {needed}; use the reference.")
+    return FusedProgram(graph, kernels)
 
 
 def _last_uses(graph: IntegerGraph) -> list[list[str]]:

@@ -1,0 +1,155 @@
+"""Kernels of integer-only networks: what they compute, and the interface that CPU and GPU implement.
+
+The reference is `smelt.runtime.integer.ops`; integers leave no tolerance, so that every kernel returns its bits. Values
+between two steps are int32, which the conversion of a network has proved to be enough.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+INT_TYPES = (torch.int8, torch.uint8, torch.int16, torch.int32)  # of inputs and outputs
+
+
+@dataclass(frozen=True, eq=False)
+class Requantize:
+    """Multiply by `multiplier / 2**shift`, round half up and clamp; int32 tensors [1 or channels]."""
+
+    multiplier: Tensor
+    shift: Tensor
+    minimum: int
+    maximum: int
+
+
+@dataclass(frozen=True)
+class Gelu:
+    """i-GELU."""
+
+    q_b: int
+    q_c: int
+    q_one: int
+    shift: int
+
+
+@dataclass(frozen=True, eq=False)
+class PiecewiseLinear:
+    """`slopes[k] * x + intercepts[k]`, k the number of breakpoints [n] that are <= x; slopes and intercepts [n + 1]."""
+
+    breakpoints: Tensor
+    slopes: Tensor
+    intercepts: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Add:
+    """Add the next operand of the call, requantized first if a requantization is given."""
+
+    requantize: Requantize | None = None
+
+
+Step = Requantize | Gelu | PiecewiseLinear | Add
+
+
+@dataclass(eq=False)
+class Steps:
+    """Elementwise steps, applied to the int32 result of a kernel while it is in registers or cache."""
+
+    steps: tuple[Step, ...] = ()
+    prepared: dict[Any, Any] = field(default_factory=dict)  # by a backend, once
+
+
+@dataclass(frozen=True)
+class SoftmaxConstants:
+    """Constants of i-softmax."""
+
+    levels: int
+    reciprocal_bits: int
+    q_ln2: int
+    q_b: int
+    q_c: int
+    max_halvings: int
+    lift: int
+    drop: int
+
+
+@dataclass(frozen=True, eq=False)
+class NormConstants:
+    """Constants of i-LayerNorm; of i-RMSNorm without a bias. int32 tensors [length]."""
+
+    weight: Tensor
+    bias: Tensor | None
+    epsilon: int
+    shift: int
+    reciprocal_bits: int
+    output_bits: int
+
+
+@dataclass(eq=False)
+class PackedWeight:
+    """An int8 weight [channels, columns] as a backend stores it."""
+
+    data: Tensor
+    offset: Tensor | None  # int32, added to the sums of a channel
+    channels: int
+    columns: int
+
+
+NO_STEPS = Steps()
+
+
+class IntegerKernels(ABC):
+    """Kernels of a device. `operands` are the tensors of `Add` steps, in order: [..., channels], rows repeat."""
+
+    name: str
+
+    @abstractmethod
+    def pack(self, weight: Tensor) -> PackedWeight:
+        """Pack an int8 weight [channels, columns]."""
+
+    @abstractmethod
+    def linear(
+        self, x: Tensor, weight: PackedWeight, bias: Tensor | None, steps: Steps, dtype: torch.dtype,
+        operands: Sequence[Tensor] = (),
+    ) -> Tensor:  # fmt: skip
+        """Multiply int8 x [..., columns] by a weight, add an int32 bias [channels] and apply steps."""
+
+    @abstractmethod
+    def matmul(self, a: Tensor, b: Tensor, transpose_b: bool, steps: Steps, dtype: torch.dtype) -> Tensor:
+        """Multiply int8 a [outer, inner, m, k] and b [outer, inner, k, n], or [..., n, k] if it is transposed.
+
+        Any strides if the last is 1. Steps requantize with a single multiplier.
+        """
+
+    @abstractmethod
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, score_steps: Steps,
+        softmax: SoftmaxConstants, steps: Steps, dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        """Return softmax(query key^T) value of int8 [batch, heads, tokens, head_dim]; probabilities are int8.
+
+        mask: broadcast to the scores; zero where a position is masked. The result is contiguous as
+        [batch, tokens, heads, head_dim], so that joining the heads copies nothing.
+        """
+
+    @abstractmethod
+    def softmax(
+        self, x: Tensor, mask: Tensor | None, steps: Steps, softmax: SoftmaxConstants, dtype: torch.dtype
+    ) -> Tensor:
+        """Apply steps, then i-softmax over the last axis. mask: broadcast to x; zero where a position is masked."""
+
+    @abstractmethod
+    def norm(
+        self, x: Tensor, steps: Steps, norm: NormConstants, outputs: Sequence[tuple[Steps, torch.dtype]],
+        operands: Sequence[Tensor] = (),
+    ) -> list[Tensor]:  # fmt: skip
+        """Apply steps (with operands), normalize over the last axis, and return one or two requantized results."""
+
+    @abstractmethod
+    def map(self, x: Tensor, steps: Steps, dtype: torch.dtype, operands: Sequence[Tensor] = ()) -> Tensor:
+        """Apply steps to x [..., channels]."""

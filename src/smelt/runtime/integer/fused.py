@@ -1,0 +1,392 @@
+"""Run an integer graph with fused kernels: a product, its requantization and its activation are one pass over memory.
+
+Nodes are grouped once. Elementwise nodes that follow a product or a norm become steps of its kernel, a residual sum
+becomes part of the norm that reads it, and the two products of attention and the softmax between them are one kernel.
+What has no kernel runs by the reference, and every result has its bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smelt.kernels.integer_interface import (
+    INT_TYPES,
+    Add,
+    Gelu,
+    IntegerKernels,
+    NormConstants,
+    PackedWeight,
+    PiecewiseLinear,
+    Requantize,
+    SoftmaxConstants,
+    Step,
+    Steps,
+)
+from smelt.runtime.integer.graph import DTYPES, IntegerGraph, Node
+from smelt.runtime.integer.ops import OPERATORS
+
+_MAX_NORM_OUTPUTS = 2
+
+
+class KernelCall(ABC):
+    """One call of a kernel: the tensors it reads and those it defines."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @abstractmethod
+    def run(self, kernels: IntegerKernels, *inputs: Tensor) -> Sequence[Tensor]:
+        """Return the outputs."""
+
+
+@dataclass
+class ReferenceCall(KernelCall):
+    """A node without a kernel."""
+
+    node: Node
+
+    def __post_init__(self) -> None:
+        self.inputs, self.outputs = self.node.inputs, (self.node.output,)
+
+    def run(self, kernels: IntegerKernels, *inputs: Tensor) -> Sequence[Tensor]:
+        node = self.node
+        return [OPERATORS[node.op](*inputs, **node.constants, **node.attributes).to(DTYPES[node.dtype])]
+
+
+@dataclass
+class LinearCall(KernelCall):
+    """A linear layer and the steps that follow."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    weight: PackedWeight
+    bias: Tensor | None
+    steps: Steps
+    dtype: torch.dtype
+
+    def run(self, kernels: IntegerKernels, *inputs: Tensor) -> Sequence[Tensor]:
+        return [kernels.linear(inputs[0], self.weight, self.bias, self.steps, self.dtype)]
+
+
+@dataclass
+class MatmulCall(KernelCall):
+    """A batched product of two activations and the steps that follow."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    transpose_b: bool
+    steps: Steps
+    dtype: torch.dtype
+
+    def run(self, kernels: IntegerKernels, *inputs: Tensor) -> Sequence[Tensor]:
+        a, b = inputs
+        shape = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        a, b = (_four_axes(tensor.expand(*shape, *tensor.shape[-2:])) for tensor in (a, b))
+        out = kernels.matmul(a, b, self.transpose_b, self.steps, self.dtype)
+        return [out.reshape(*shape, *out.shape[-2:])]
+
+
+@dataclass
+class AttentionCall(KernelCall):
+    """softmax(query key^T) value: two products, the softmax between them, and the steps of scores and result."""
+
+    inputs: tuple[str, ...]  # query, key, value and, if there is one, the mask
+    outputs: tuple[str, ...]
+    score_steps: Steps
+    softmax: SoftmaxConstants
+    steps: Steps
+    dtype: torch.dtype
+
+    def run(self, kernels: IntegerKernels, *inputs: Tensor) -> Sequence[Tensor]:
+        query, key, value, *mask = inputs
+        return [
+            kernels.attention(
+                query, key, value, mask[0] if mask else None, self.score_steps, self.softmax, self.steps, self.dtype
+            )
+        ]
+
+
+@dataclass
+class SoftmaxCall(KernelCall):
+    """The steps before a softmax, and the softmax."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    steps: Steps
+    softmax: SoftmaxConstants
+    dtype: torch.dtype
+
+    def run(self, kernels: IntegerKernels, *inputs: Tensor) -> Sequence[Tensor]:
+        x, *mask = inputs
+        return [kernels.softmax(x, mask[0] if mask else None, self.steps, self.softmax, self.dtype)]
+
+
+@dataclass
+class NormCall(KernelCall):
+    """The residual sum before a LayerNorm or RMSNorm, the norm, and the requantization of its results."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    steps: Steps
+    norm: NormConstants
+    results: list[tuple[Steps, torch.dtype]]
+
+    def run(self, kernels: IntegerKernels, *inputs: Tensor) -> Sequence[Tensor]:
+        x, operands = _broadcast(inputs)
+        return kernels.norm(x, self.steps, self.norm, self.results, operands)
+
+
+@dataclass
+class MapCall(KernelCall):
+    """Elementwise steps."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    steps: Steps
+    dtype: torch.dtype
+
+    def run(self, kernels: IntegerKernels, *inputs: Tensor) -> Sequence[Tensor]:
+        x, operands = _broadcast(inputs)
+        return [kernels.map(x, self.steps, self.dtype, operands)]
+
+
+class FusedProgram:
+    """An integer graph as calls of kernels, in order."""
+
+    def __init__(self, graph: IntegerGraph, kernels: IntegerKernels) -> None:
+        self.kernels, self.graph_outputs = kernels, tuple(graph.outputs)
+        self.calls = _Planner(graph, kernels).plan()
+        self._released = self._last_uses()
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the outputs of the graph by name."""
+        values = dict(inputs)
+        for call, released in zip(self.calls, self._released, strict=True):
+            results = call.run(self.kernels, *(values[name] for name in call.inputs))
+            values.update(zip(call.outputs, results, strict=True))
+            for name in released:
+                del values[name]
+        return {name: values[name] for name in self.graph_outputs}
+
+    def _last_uses(self) -> list[list[str]]:
+        seen, released = set(self.graph_outputs), []
+        for call in reversed(self.calls):
+            names = {*call.inputs, *call.outputs}
+            released.append(sorted(names - seen))
+            seen |= names
+        return released[::-1]
+
+
+class _Planner:
+    """Groups the nodes of a graph. A group runs at the position of one of its nodes, where all it reads is defined."""
+
+    def __init__(self, graph: IntegerGraph, kernels: IntegerKernels) -> None:
+        self.graph, self.kernels = graph, kernels
+        self.producers = {node.output: node for node in graph.nodes}
+        self.dtypes = {**graph.inputs, **{node.output: node.dtype for node in graph.nodes}}
+        self.consumers: dict[str, list[Node]] = defaultdict(list)
+        for node in graph.nodes:
+            for name in node.inputs:
+                self.consumers[name].append(node)
+        self.fused: set[str] = set()  # outputs of nodes that are part of another node's call
+
+    def plan(self) -> list[KernelCall]:
+        calls: dict[str, KernelCall] = {}
+        for node in self.graph.nodes:
+            if node.op == "matmul" and (attention := self._attention(node)) is not None:
+                calls[attention[0]] = attention[1]
+        for build in (self._product, self._norm, self._softmax, self._map):
+            for node in reversed(self.graph.nodes):  # a chain is entered at its end
+                if node.output not in calls and node.output not in self.fused and (call := build(node)) is not None:
+                    calls[node.output] = call
+        return [
+            calls.get(node.output) or ReferenceCall(node)
+            for node in self.graph.nodes
+            if node.output in calls or node.output not in self.fused
+        ]
+
+    def _product(self, node: Node) -> KernelCall | None:
+        if node.op == "linear" and self.dtypes[node.inputs[0]] == "int8":
+            end, steps = self._steps_after(node)
+            weight, bias = node.constants["weight"], node.constants.get("bias")
+            return LinearCall(
+                node.inputs, (end.output,), self.kernels.pack(weight), bias, Steps(steps), DTYPES[end.dtype]
+            )
+        if node.op == "matmul" and all(self.dtypes[name] == "int8" for name in node.inputs):
+            end, steps = self._steps_after(node, per_tensor=True)
+            transpose_b = bool(node.attributes.get("transpose_b", 0))
+            return MatmulCall(node.inputs, (end.output,), transpose_b, Steps(steps), DTYPES[end.dtype])
+        return None
+
+    def _attention(self, node: Node) -> tuple[str, KernelCall] | None:
+        """Return the name of the second product of attention and its call, if `node` is the first."""
+        if not node.attributes.get("transpose_b") or any(self.dtypes[name] != "int8" for name in node.inputs):
+            return None
+        before = set(self.fused)
+        end, score_steps = self._steps_after(node, per_tensor=True)
+        softmax = self._only_consumer(end, "softmax")
+        product = None if softmax is None or softmax.dtype != "int8" else self._only_consumer(softmax, "matmul")
+        if product is None or softmax is None or softmax.inputs[0] != end.output or product.inputs[0] != softmax.output:
+            self.fused = before
+            return None
+        if product.attributes.get("transpose_b") or self.dtypes[product.inputs[1]] != "int8":
+            self.fused = before
+            return None
+        self.fused |= {node.output, softmax.output}
+        last, steps = self._steps_after(product, per_tensor=True)
+        inputs = (*node.inputs, product.inputs[1], *softmax.inputs[1:])
+        return product.output, AttentionCall(
+            inputs, (last.output,), Steps(score_steps), _softmax_constants(softmax), Steps(steps), DTYPES[last.dtype]
+        )
+
+    def _softmax(self, node: Node) -> KernelCall | None:
+        if node.op != "softmax" or self.dtypes[node.inputs[0]] not in _FUSED_DTYPES or node.dtype not in _FUSED_DTYPES:
+            return None
+        inputs, dtype = node.inputs, DTYPES[node.dtype]
+        return SoftmaxCall(inputs, (node.output,), Steps(), _softmax_constants(node), dtype)
+
+    def _norm(self, node: Node) -> KernelCall | None:
+        if node.op not in ("layer_norm", "rms_norm") or node.dtype != "int32":
+            return None
+        if self.dtypes[node.inputs[0]] not in _FUSED_DTYPES:
+            return None
+        source, steps, operands = self._steps_before(node.inputs[0])
+        attributes: dict[str, Any] = node.attributes
+        constants = NormConstants(node.constants["weight"], node.constants.get("bias"), **attributes)
+        outputs, results = self._norm_results(node)
+        return NormCall((source, *operands), tuple(outputs), Steps(tuple(steps)), constants, results)
+
+    def _norm_results(self, node: Node) -> tuple[list[str], list[tuple[Steps, torch.dtype]]]:
+        """Return names and steps of the results: as many requantized ones as the kernel can write, else int32."""
+        requantized = [
+            consumer
+            for consumer in self.consumers[node.output]
+            if consumer.op == "requantize" and consumer.output not in self.fused and self._step(consumer) is not None
+        ]
+        needs_int32 = node.output in self.graph.outputs or len(requantized) < len(self.consumers[node.output])
+        if len(requantized) + needs_int32 > _MAX_NORM_OUTPUTS:
+            requantized, needs_int32 = requantized[:1], True
+        names: list[str] = []
+        results: list[tuple[Steps, torch.dtype]] = []
+        for consumer in requantized:
+            step = self._step(consumer)
+            assert step is not None
+            self.fused.add(consumer.output)
+            names.append(consumer.output)
+            results.append((Steps((step,)), DTYPES[consumer.dtype]))
+        if needs_int32:
+            names.append(node.output)
+            results.append((Steps(), torch.int32))
+        return names, results
+
+    def _map(self, node: Node) -> KernelCall | None:
+        if not self._is_elementwise(node):
+            return None
+        source, steps, operands = self._steps_of(node)
+        return MapCall((source, *operands), (node.output,), Steps(tuple(steps)), DTYPES[node.dtype])
+
+    def _steps_after(self, node: Node, per_tensor: bool = False) -> tuple[Node, tuple[Step, ...]]:
+        """Return the last of the elementwise nodes that only follow `node`, and their steps; mark them as fused."""
+        steps: list[Step] = []
+        while True:
+            follower = self._only_consumer(node, None)
+            step = None if follower is None else self._step(follower)
+            if follower is None or step is None:
+                return node, tuple(steps)
+            if per_tensor and isinstance(step, Requantize) and step.multiplier.numel() > 1:
+                return node, tuple(steps)
+            node = follower
+            self.fused.add(node.output)
+            steps.append(step)
+
+    def _steps_before(self, name: str) -> tuple[str, list[Step], list[str]]:
+        """Return where the elementwise nodes that end with `name` begin, their steps, and the operands they add."""
+        node = self.producers.get(name)
+        if node is None or not self._is_private(name) or not self._is_elementwise(node):
+            return name, [], []
+        self.fused.add(name)
+        return self._steps_of(node)
+
+    def _steps_of(self, node: Node) -> tuple[str, list[Step], list[str]]:
+        """Return the steps up to an elementwise node, itself included."""
+        if node.op != "add":
+            step = self._step(node)
+            assert step is not None
+            source, steps, operands = self._steps_before(node.inputs[0])
+            return source, [*steps, step], operands
+        left, right = node.inputs
+        source, steps, operands = self._steps_before(left)
+        operand, step = self._operand(right)
+        return source, [*steps, step], [*operands, operand]
+
+    def _operand(self, name: str) -> tuple[str, Add]:
+        """Return the tensor that an addition reads, before its requantization if nothing else reads it."""
+        node = self.producers.get(name)
+        step = self._step(node) if node is not None and self._is_private(name) else None
+        if node is None or not isinstance(step, Requantize):
+            return name, Add()
+        self.fused.add(name)
+        return node.inputs[0], Add(step)
+
+    def _is_private(self, name: str) -> bool:
+        """Return whether one node alone reads a tensor, and no call of another node writes it."""
+        return len(self.consumers[name]) == 1 and name not in self.graph.outputs and name not in self.fused
+
+    def _is_elementwise(self, node: Node) -> bool:
+        dtypes = (node.dtype, *(self.dtypes[name] for name in node.inputs))
+        return _FUSED_DTYPES.issuperset(dtypes) and (node.op == "add" or self._step(node) is not None)
+
+    def _step(self, node: Node) -> Step | None:
+        """Return the step that an elementwise node is."""
+        if len(node.inputs) != 1 or self.dtypes[node.inputs[0]] not in _FUSED_DTYPES or node.dtype not in _FUSED_DTYPES:
+            return None
+        attributes: dict[str, Any] = dict(node.attributes)
+        constants: dict[str, Any] = node.constants
+        if node.op == "requantize":
+            axis = attributes.pop("axis", -1)
+            is_last = axis == -1 or constants["multiplier"].numel() == constants["shift"].numel() == 1
+            return Requantize(**constants, **attributes) if is_last else None
+        if node.op == "gelu":
+            return Gelu(**attributes)
+        if node.op == "table":
+            return PiecewiseLinear(**constants)
+        return None
+
+    def _only_consumer(self, node: Node, op: str | None) -> Node | None:
+        consumers = self.consumers[node.output]
+        if len(consumers) != 1 or node.output in self.graph.outputs or consumers[0].output in self.fused:
+            return None
+        return consumers[0] if op in (None, consumers[0].op) else None
+
+
+_FUSED_DTYPES = frozenset(name for name, dtype in DTYPES.items() if dtype in INT_TYPES)
+
+
+def _softmax_constants(node: Node) -> SoftmaxConstants:
+    attributes: dict[str, Any] = node.attributes
+    return SoftmaxConstants(**attributes)
+
+
+def _four_axes(x: Tensor) -> Tensor:
+    """Return a batch of matrices as [outer, inner, rows, columns]."""
+    if x.dim() == 4:
+        return x
+    return x.reshape(-1, 1, *x.shape[-2:])
+
+
+def _broadcast(inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return x with the shape of the result, and operands that have that shape or its last axes."""
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in inputs))
+    x, *operands = inputs
+    repeated = [
+        operand if operand.shape == shape[len(shape) - operand.dim() :] else operand.expand(shape)
+        for operand in operands
+    ]
+    return x.expand(shape), repeated

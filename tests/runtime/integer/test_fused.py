@@ -1,0 +1,118 @@
+"""Fused kernels run an integer graph with the bits of the reference."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from smelt.errors import ModelError
+from smelt.kernels import integer as dispatcher
+from smelt.kernels.integer import integer_kernels
+from smelt.kernels.integer_interface import Add, Gelu, Requantize
+from smelt.runtime.integer import run
+from smelt.runtime.integer.fused import FusedProgram, LinearCall, MapCall, NormCall, ReferenceCall
+from smelt.runtime.integer.graph import IntegerGraph, Node
+from smelt.runtime.integer.run import Interpreter
+from tests.kernels.instruction_sets import NEEDS_COMPILER
+from tests.runtime.integer.encoder_graph import random_encoder, token_batch
+
+pytestmark = NEEDS_COMPILER
+
+
+def assert_same_outputs(graph: IntegerGraph, inputs: dict[str, torch.Tensor]) -> None:
+    expected = Interpreter(graph, check_ranges=True).run(inputs)
+    actual = Interpreter(graph, "cpu").run(inputs)
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype and torch.equal(actual[name], tensor), name
+
+
+def fused(graph: IntegerGraph) -> FusedProgram:
+    kernels = integer_kernels("cpu")
+    assert kernels is not None
+    return FusedProgram(graph, kernels)
+
+
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (3, 17), (2, 70)])
+def test_a_whole_encoder(batch: int, length: int) -> None:
+    """Padding, odd lengths, heads that are no multiple of a register; logits and hidden states."""
+    assert_same_outputs(random_encoder(layers=2, width=60, heads=3, inner=130), token_batch(batch, length))
+
+
+def test_every_block_is_eight_kernels() -> None:
+    """Six products and attention, with all that follows them, and two norms with the sums before them."""
+    calls = fused(random_encoder(layers=2, width=32, heads=2, inner=64)).calls
+    kinds = Counter(type(call).__name__ for call in calls)
+    assert kinds["LinearCall"] == 2 * 6 + 1 and kinds["AttentionCall"] == 2 and kinds["NormCall"] == 2 * 2 + 1
+    assert kinds["MapCall"] == kinds["SoftmaxCall"] == kinds["MatmulCall"] == 0
+    unfused = {call.node.op for call in calls if isinstance(call, ReferenceCall)}
+    assert unfused == {"embedding", "reshape", "permute", "slice"}
+    chains = [[type(step) for step in call.steps.steps] for call in calls if isinstance(call, LinearCall)]
+    assert chains.count([Requantize, Gelu, Requantize]) == 2
+    norms = [call for call in calls if isinstance(call, NormCall)]
+    assert [[type(step) for step in call.steps.steps] for call in norms] == [[Requantize, Add], *[[Add]] * 4]
+    assert all(len(call.outputs) == 2 for call in norms)
+
+
+def test_a_tensor_that_something_else_reads_is_kept() -> None:
+    """The sums of the linear layers and the scores become outputs too, so that nothing may swallow them."""
+    graph = random_encoder(layers=1, width=32, heads=2, inner=64)
+    graph.outputs += [node.output for node in graph.nodes if node.op in ("linear", "matmul", "softmax", "add", "gelu")]
+    assert_same_outputs(graph, token_batch(2, 9))
+    assert not any(isinstance(call, LinearCall) and call.steps.steps for call in fused(graph).calls)
+
+
+def requantize(x: str, output: str, channels: int = 1, **attributes: int) -> Node:
+    multiplier = torch.full((channels,), 2**30, dtype=torch.int32)
+    shift = torch.arange(32, 32 + channels, dtype=torch.int32)
+    limits = {"minimum": -127, "maximum": 127, **attributes}
+    return Node("requantize", (x,), output, "int8", {**limits}, {"multiplier": multiplier, "shift": shift})
+
+
+def test_elementwise_nodes_without_a_product() -> None:
+    """Chains, sums with broadcasting on either side, another axis, and int64, which no kernel takes."""
+    table = {
+        "breakpoints": torch.tensor([-50, 0, 90], dtype=torch.int32),
+        "slopes": torch.tensor([1, -2, 3, 4], dtype=torch.int32),
+        "intercepts": torch.tensor([0, 5, -7, 2**33]),
+    }
+    nodes = [
+        requantize("x", "narrow", 6),
+        Node("table", ("narrow",), "wide", "int64", {}, table),
+        Node("add", ("row", "narrow"), "sum", "int32"),
+        Node("add", ("sum", "row"), "sums", "int32"),
+        requantize("sums", "along", 5, axis=1),
+        Node("mean", ("sums",), "total", "int64", {"axis": 1}),
+        requantize("total", "average"),
+    ]
+    graph = IntegerGraph({"x": "int32", "row": "int32"}, nodes, ["wide", "along", "average"])
+    graph.check()
+    inputs = {name: torch.randint(-400, 400, shape) for name, shape in (("x", (2, 5, 6)), ("row", (6,)))}
+    assert_same_outputs(graph, inputs)
+    kinds = [type(call) for call in fused(graph).calls]
+    assert kinds.count(MapCall) == 2 and kinds.count(ReferenceCall) == 4
+    nodes[1] = replace(nodes[1], dtype="int32", constants={**table, "intercepts": torch.tensor([0, 5, -7, 9])})
+    assert_same_outputs(graph, inputs)
+
+
+def test_products_of_activations_without_attention() -> None:
+    """Two and three axes, and a second operand that all batches share."""
+    nodes = [
+        Node("matmul", ("a", "b"), "product", "int32", {"transpose_b": 1}),
+        requantize("product", "narrow"),
+        Node("matmul", ("narrow", "c"), "second", "int32", {"transpose_b": 0}),
+    ]
+    graph = IntegerGraph(dict.fromkeys("abc", "int8"), nodes, ["second"])
+    for shapes in (((5, 8), (7, 8), (7, 3)), ((2, 5, 8), (7, 8), (2, 7, 3)), ((2, 3, 4, 8), (1, 3, 6, 8), (6, 2))):
+        inputs = {name: torch.randint(-128, 128, shape) for name, shape in zip("abc", shapes, strict=True)}
+        assert_same_outputs(graph, inputs)
+
+
+def test_without_a_compiler_the_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "integer_kernels", lambda device: None)
+    with pytest.raises(ModelError, match="needs a C\\+\\+ compiler; use the reference"):
+        Interpreter(random_encoder(1, 16, 2, 16), "cpu")
+    assert dispatcher.integer_kernels("meta") is None
