@@ -125,42 +125,41 @@ class PiecewiseLinear:
                     breakpoints[end] = meeting
         return PiecewiseLinear(breakpoints, slopes, intercepts)
 
-    def to_integer(self, input_scale: float, bound: int, *, slope_bits: int | None = None) -> IntegerTable:
+    def to_integer(self, input_scale: float, bound: int, *, output_bits: int | None = None) -> IntegerTable:
         """Convert to integers for inputs x = input_scale * q with |q| at most `bound`.
 
-        A breakpoint is rounded up, so that an integer selects the same entry as x does. The scale of the slopes is
-        2^-slope_bits, by default the finest one that keeps every result in int32.
+        A breakpoint is rounded up, so that an integer selects the same entry as x does. The results are in units of
+        2^-output_bits and may need int64; by default the scale of the slopes is the finest power of two that keeps
+        every result in int32.
         """
         table = self.to(torch.float64)
-        breakpoints = (table.breakpoints / input_scale).ceil().clamp(-bound, bound + 1)  # beyond: never compared equal
-        if slope_bits is None:
-            slope_bits = self._slope_bits(table, breakpoints, input_scale, bound)
-        slope_scale = 2.0**-slope_bits
+        breakpoints = (table.breakpoints / input_scale).ceil().clamp(-bound, bound + 1)  # bound + 1 is never reached
+        if output_bits is None:
+            slope_scale = table._finest_slope_scale(breakpoints, input_scale, bound)
+        else:
+            slope_scale = 2.0**-output_bits / input_scale
         slopes = (table.slopes / slope_scale).round()
         intercepts = (table.intercepts / (slope_scale * input_scale)).round()
-        if float(slopes.abs().max()) >= 2**31 or float(intercepts.abs().max()) >= 2.0**62:
+        largest = bound * float(slopes.abs().max()) + float(intercepts.abs().max())
+        coarse = output_bits is None and slope_scale > 1
+        if coarse or float(slopes.abs().max()) >= 2**31 or bound >= 2**31 - 1 or largest >= 2.0**62:
             raise ConfigError(
-                f"a table on inputs of scale {input_scale:g} overflows its integers; use a scale that is closer to 1."
+                f"a table on inputs of scale {input_scale:g} up to {bound} overflows its integers; "
+                "requantize its input to 16 bits."
             )
         return IntegerTable(
             breakpoints.to(torch.int32), slopes.to(torch.int32), intercepts.to(torch.int64), slope_scale * input_scale
         )
 
-    @staticmethod
-    def _slope_bits(table: PiecewiseLinear, breakpoints: Tensor, input_scale: float, bound: int) -> int:
-        """Return the most bits for which slopes[k] * q and slopes[k] * q + intercepts[k] fit into int32."""
+    def _finest_slope_scale(self, breakpoints: Tensor, input_scale: float, bound: int) -> float:
+        """Return the power of two for which slopes[k] * q and slopes[k] * q + intercepts[k] fit into int32."""
         ends = torch.cat((torch.tensor([-bound]), breakpoints, torch.tensor([bound]))).clamp(-bound, bound)
-        products = torch.stack((table.slopes * ends[:-1], table.slopes * ends[1:]))
-        results = products + table.intercepts / input_scale
+        products = torch.stack((self.slopes * ends[:-1], self.slopes * ends[1:]))
+        results = products + self.intercepts / input_scale
         largest = max(float(products.abs().max()), float(results.abs().max()), 2.0**-MAX_SLOPE_BITS)
-        # One bit is left for the rounding of slope and intercept, which moves a result by at most (bound + 1) / 2.
-        bits = min(MAX_SLOPE_BITS, math.floor(math.log2((2**31 - 2 - bound) / largest)))
-        if bits < 0:
-            raise ConfigError(
-                f"a table on inputs of scale {input_scale:g} up to {bound} overflows int32; "
-                "requantize its input to 16 bits."
-            )
-        return bits
+        # The rounding of slope and intercept moves a result by at most (bound + 1) / 2.
+        bits = min(MAX_SLOPE_BITS, math.floor(math.log2(max(2**31 - 2 - bound, 1) / largest)))
+        return 2.0**-bits
 
 
 @dataclass(frozen=True)
