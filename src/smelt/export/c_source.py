@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from string import Template
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,6 +67,11 @@ class CSource:
     arena_bytes: int
     constant_bytes: int
     layers: list[LayerMemory]
+
+    def memory(self) -> dict[str, Any]:
+        """Return the memory in plain values."""
+        layers = [asdict(layer) for layer in self.layers]
+        return {"constant_bytes": self.constant_bytes, "arena_bytes": self.arena_bytes, "layers": layers}
 
 
 def write_source(graph: IntegerGraph, inputs: Mapping[str, Tensor]) -> CSource:

@@ -7,7 +7,6 @@ values and its Div truncates, so a right shift is a division by a power of two a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -77,7 +76,7 @@ class GraphWriter:
         return self.floor_divide(x, 1 << bits) if bits else x
 
     def power_of_two(self, bits: str) -> str:
-        """Return 2^bits for a tensor of bits, at most 2^62: for int64 values, a shift by more leaves the sign as well."""
+        """Return 2^bits for a tensor of bits, at most 2^62: a shift by more leaves the sign, as this one does."""
         powers = self.constant([1 << index for index in range(63)])
         return self.op("Gather", powers, self.clip(bits, 0, 62))
 
@@ -113,18 +112,13 @@ class GraphWriter:
 
 
 class IntegerOnnx:
-    """Converts the nodes of an integer graph one by one."""
+    """Converts the nodes of an integer graph one by one; `ranks` are the numbers of axes of all tensors."""
 
-    def __init__(self, graph: IntegerGraph) -> None:
-        self.graph = graph
+    def __init__(self, graph: IntegerGraph, ranks: Mapping[str, int]) -> None:
+        self.ranks = ranks
         self.dtypes = dict(graph.inputs)
-        self.ranks: dict[str, int] = {}
         self.writer = GraphWriter()
-
-    def convert(self, ranks: Mapping[str, int]) -> None:
-        """Convert all nodes; `ranks` are the numbers of axes of all tensors."""
-        self.ranks = dict(ranks)
-        for node in self.graph.nodes:
+        for node in graph.nodes:
             if node.op not in _OPERATORS:
                 raise FormatError(
                     f"an export to onnx-int has no form of the operator {node.op!r} of layer {node.layer!r}."
