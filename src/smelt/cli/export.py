@@ -10,7 +10,7 @@ import typer
 from smelt.cli.output import JsonOption, ModelArgument, SeedOption, console, write_json
 from smelt.report.numbers import size
 
-ToOption = Annotated[str, typer.Option("--to", metavar="FORMAT", help="compressed-tensors, gguf or onnx.")]
+ToOption = Annotated[str, typer.Option("--to", metavar="FORMAT", help="compressed-tensors, gguf, onnx, onnx-int or c.")]
 OutOption = Annotated[
     Path, typer.Option("-o", "--out", help="Output folder, or a .gguf file for gguf; it must not exist yet.")
 ]
@@ -23,6 +23,13 @@ TypeOption = Annotated[
 TokenizerOption = Annotated[
     bool | None, typer.Option("--tokenizer/--no-tokenizer", help="gguf: include the tokenizer in the file.")
 ]
+LengthOption = Annotated[
+    int | None, typer.Option("--length", help="c: tokens per sequence, 128 by default; shorter ones are masked.")
+]
+QdqOption = Annotated[
+    bool | None,
+    typer.Option("--qdq", help="onnx-int: write QuantizeLinear and DequantizeLinear, for speed instead of equal bits."),
+]
 
 
 def run(
@@ -31,12 +38,14 @@ def run(
     out: OutOption,
     type_: TypeOption = None,
     tokenizer: TokenizerOption = None,
+    length: LengthOption = None,
+    qdq: QdqOption = None,
     json_file: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
     from smelt.export import export
 
-    result = export(model, to, out, type=type_, tokenizer=tokenizer)
+    result = export(model, to, out, type=type_, tokenizer=tokenizer, length=length, qdq=qdq)
     summary = ", ".join(f"{count} {dtype}" for dtype, count in result["tensors"].items())
     console.print(f"{to}: {summary}; {size(result['bytes'])} in {len(result['files'])} files", soft_wrap=True)
     for note in result["notes"]:

@@ -71,7 +71,7 @@ class Onnx(ExportFormat):
         write_json(folder / "config.json", shaped_config(model.anatomy))
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(folder)
-        return Export(_count_types(path), self._notes(model))
+        return Export(count_types(path), self._notes(model))
 
     def _notes(self, model: Model) -> list[str]:
         notes = []
@@ -178,9 +178,14 @@ class _IntegerLayer(nn.Module):
         return F.linear(x, weight, self.bias)
 
 
-def _check(model: Model) -> None:
+def check_packages(to: str) -> None:
+    """Raise unless the packages of an ONNX export are installed."""
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        raise FormatError(f"an export to onnx needs {', '.join(missing)}: `{install_command('onnx')}`.")
+        raise FormatError(f"an export to {to} needs {', '.join(missing)}: `{install_command('onnx')}`.")
+
+
+def _check(model: Model) -> None:
+    check_packages("onnx")
     if model.task == "language":
         raise FormatError(
             "ONNX export is for encoders, and this model generates text; export it to gguf or compressed-tensors."
@@ -222,7 +227,7 @@ def _output_name(model: Model) -> str:
     return "last_hidden_state" if model.task == "embedding" else "logits"
 
 
-def _count_types(path: Path) -> dict[str, int]:
+def count_types(path: Path) -> dict[str, int]:
     """Return the number of initializers by data type."""
     import onnx
 

@@ -13,12 +13,15 @@ from smelt.errors import FormatError
 from smelt.export.compressed_tensors import CompressedTensors
 from smelt.export.format import ExportFormat
 from smelt.export.gguf import Gguf
+from smelt.export.integer import CSourceExport, OnnxInteger
 from smelt.export.onnx import Onnx
 from smelt.files import atomic_folder, check_writable, explain_disk_errors, write_atomically
 from smelt.models.load import load
 from smelt.models.model import Model
 
-EXPORTS: dict[str, type[ExportFormat]] = {export.name: export for export in (CompressedTensors, Gguf, Onnx)}
+EXPORTS: dict[str, type[ExportFormat]] = {
+    export.name: export for export in (CompressedTensors, Gguf, Onnx, OnnxInteger, CSourceExport)
+}
 
 
 def export(model: Model | str | Path, to: str, folder: str | Path, **options: Any) -> dict[str, Any]:

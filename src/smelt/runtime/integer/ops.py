@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from smelt.runtime.integer.table_ops import layer_norm_table, rms_norm_table, softmax_table, table
+
 # --- Linear operators: int8 operands, int32 sums. ---
 
 
@@ -85,13 +87,6 @@ def tanh(x: Tensor, *, levels: int, **exp_constants: int) -> Tensor:
     one = _exp(torch.zeros_like(x), **exp_constants)
     numerator, denominator = one - exp, one + exp
     return x.sign() * ((2 * levels * numerator + denominator) // (2 * denominator))
-
-
-def table(x: Tensor, *, breakpoints: Tensor, slopes: Tensor, intercepts: Tensor) -> Tensor:
-    """Evaluate a piecewise linear function: `slopes[k] * x + intercepts[k]` with k the number of breakpoints <= x."""
-    x = x.to(torch.int64)
-    segment = torch.bucketize(x, breakpoints.to(torch.int64), right=True)
-    return slopes.to(torch.int64)[segment] * x + intercepts.to(torch.int64)[segment]
 
 
 # --- Operators along an axis. ---
@@ -202,6 +197,7 @@ OPERATORS: dict[str, Callable[..., Tensor]] = {
     "linear": linear, "matmul": matmul, "conv1d": conv1d, "conv2d": conv2d, "embedding": embedding,
     "requantize": requantize, "add": add, "gelu": gelu, "tanh": tanh, "table": table,
     "softmax": softmax, "layer_norm": layer_norm, "rms_norm": rms_norm, "sqrt": sqrt,
+    "softmax_table": softmax_table, "layer_norm_table": layer_norm_table, "rms_norm_table": rms_norm_table,
     "mean": mean, "masked_mean": masked_mean, "avg_pool": avg_pool, "max_pool": max_pool, "argmax": argmax,
     "reshape": reshape, "permute": permute, "slice": slice_,
 }  # fmt: skip

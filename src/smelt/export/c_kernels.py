@@ -1,0 +1,507 @@
+"""The operators of an integer graph as C99 functions, each equal to its reference in `runtime/integer/ops.py`.
+
+A function reads and writes the arena at element offsets `x`, `y`, ... and takes constants as pointers. The arena is a
+union, whose members may alias by the C standard. `$X` and `$Y` stand for the arena's member of an input and of the
+output; a function is written once per combination that a graph uses. Right shifts of negative values are
+implementation-defined in C and left shifts undefined, so both are written as portable functions.
+"""
+
+HELPERS = """\
+/* Shift right, rounding toward minus infinity; 63 and more leave the sign. */
+static int64_t shift_right(int64_t x, int64_t bits)
+{
+    if (bits > 63) {
+        bits = 63;
+    }
+    return x < 0 ? ~(~x >> bits) : x >> bits;
+}
+
+static int64_t power_of_two(int64_t bits)
+{
+    return (int64_t)((uint64_t)1 << bits);
+}
+
+/* Shift right, rounding half up. */
+static int64_t round_shift(int64_t x, int64_t bits)
+{
+    return bits > 0 ? shift_right(x + power_of_two(bits - 1), bits) : x;
+}
+
+/* Divide by a positive number, rounding toward minus infinity. */
+static int64_t floor_divide(int64_t x, int64_t divisor)
+{
+    int64_t quotient = x / divisor;
+    return x % divisor < 0 ? quotient - 1 : quotient;
+}
+
+static int64_t clamp(int64_t x, int64_t minimum, int64_t maximum)
+{
+    return x < minimum ? minimum : x > maximum ? maximum : x;
+}
+
+static int64_t magnitude(int64_t x)
+{
+    return x < 0 ? -x : x;
+}
+
+/* Map the index of an element of a tensor of RANK axes to an offset in another one, by that one's strides. */
+static size_t strided(size_t index, const uint32_t *shape, const uint32_t *stride)
+{
+    size_t offset = 0;
+    int axis;
+    for (axis = RANK - 1; axis >= 0; axis--) {
+        offset += index % shape[axis] * stride[axis];
+        index /= shape[axis];
+    }
+    return offset;
+}
+
+static int64_t exponential(int64_t x, const exp_constants *c)
+{
+    int64_t halvings, rest;
+    x = x < -c->max_halvings * c->q_ln2 ? -c->max_halvings * c->q_ln2 : x;
+    halvings = -x / c->q_ln2;
+    rest = x + halvings * c->q_ln2;
+    return shift_right((rest * (rest + c->q_b) + c->q_c) * power_of_two(c->lift), c->drop + halvings);
+}
+
+static int64_t square_root(int64_t x)
+{
+    int64_t root = 1, smaller;
+    int bits;
+    if (x <= 0) {
+        return 0;
+    }
+    for (bits = 1; bits < 32; bits++) {
+        if (x >> (2 * bits - 2)) {
+            root = power_of_two(bits);
+        }
+    }
+    for (;;) {
+        smaller = (root + x / root) >> 1;
+        if (smaller >= root) {
+            return root;
+        }
+        root = smaller;
+    }
+}
+
+static int64_t floor_log2(int64_t x)
+{
+    int64_t exponent = 0;
+    while (x >>= 1) {
+        exponent++;
+    }
+    return exponent;
+}
+
+static int64_t look_up(int64_t x, const table_constants *t)
+{
+    uint32_t low = 0, high = t->entries - 1, middle;
+    while (low < high) {
+        middle = (low + high) / 2;
+        if (t->breakpoints[middle] <= x) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return t->slopes[low] * x + t->intercepts[low];
+}
+
+/* Shift left, or right by negative bits. */
+static int64_t shift_left(int64_t x, int64_t bits)
+{
+    return bits >= 0 ? x * power_of_two(bits) : shift_right(x, -bits);
+}
+"""
+
+KERNELS = {
+    "linear": """\
+static void $name(size_t x, size_t y, const int8_t *weight, const int32_t *bias, size_t rows, size_t in, size_t out)
+{
+    size_t row, column, i;
+    for (row = 0; row < rows; row++) {
+        for (column = 0; column < out; column++) {
+            int32_t sum = bias ? bias[column] : 0;
+            for (i = 0; i < in; i++) {
+                sum += (int32_t)arena.$X[x + row * in + i] * weight[column * in + i];
+            }
+            arena.$Y[y + row * out + column] = ($Y_type)sum;
+        }
+    }
+}
+""",
+    "matmul": """\
+static void $name(size_t a, size_t b, size_t y, size_t batch, size_t m, size_t k, size_t n, size_t b_row,
+                  size_t b_column)
+{
+    size_t index, row, column, i;
+    for (index = 0; index < batch; index++) {
+        for (row = 0; row < m; row++) {
+            for (column = 0; column < n; column++) {
+                int32_t sum = 0;
+                for (i = 0; i < k; i++) {
+                    sum += (int32_t)arena.$X[a + (index * m + row) * k + i]
+                           * arena.$Z[b + index * k * n + i * b_row + column * b_column];
+                }
+                arena.$Y[y + (index * m + row) * n + column] = ($Y_type)sum;
+            }
+        }
+    }
+}
+""",
+    "convolution": """\
+static void $name(size_t x, size_t y, const int8_t *weight, const int32_t *bias, const convolution *c)
+{
+    uint32_t image, channel, row, column, i, k, l;
+    for (image = 0; image < c->batch; image++) {
+        for (channel = 0; channel < c->out; channel++) {
+            uint32_t first = channel / (c->out / c->groups) * c->group_in;
+            for (row = 0; row < c->out_height; row++) {
+                for (column = 0; column < c->out_width; column++) {
+                    int32_t sum = bias ? bias[channel] : 0;
+                    for (i = 0; i < c->group_in; i++) {
+                        for (k = 0; k < c->kernel_height; k++) {
+                            uint32_t in_row = row * c->stride_height + k * c->dilation_height;
+                            if (in_row < c->padding_height || in_row >= c->height + c->padding_height) {
+                                continue;
+                            }
+                            for (l = 0; l < c->kernel_width; l++) {
+                                uint32_t in_column = column * c->stride_width + l * c->dilation_width;
+                                if (in_column < c->padding_width || in_column >= c->width + c->padding_width) {
+                                    continue;
+                                }
+                                sum += (int32_t)arena.$X[x
+                                           + (((size_t)image * c->in + first + i) * c->height + in_row
+                                              - c->padding_height) * c->width
+                                           + in_column - c->padding_width]
+                                       * weight[(((size_t)channel * c->group_in + i) * c->kernel_height + k)
+                                                * c->kernel_width + l];
+                            }
+                        }
+                    }
+                    arena.$Y[y++] = ($Y_type)sum;
+                }
+            }
+        }
+    }
+}
+""",
+    "embedding": """\
+static int $name(size_t x, size_t y, const $T_type *table, size_t count, size_t rows, size_t width)
+{
+    size_t index, i;
+    for (index = 0; index < count; index++) {
+        int64_t id = arena.$X[x + index];
+        if (id < 0 || id >= (int64_t)rows) {
+            return 1;
+        }
+        for (i = 0; i < width; i++) {
+            arena.$Y[y + index * width + i] = ($Y_type)table[(size_t)id * width + i];
+        }
+    }
+    return 0;
+}
+""",
+    "requantize": """\
+static void $name(size_t x, size_t y, const int32_t *multiplier, const int32_t *shift, size_t outer, size_t channels,
+                  size_t inner, int64_t minimum, int64_t maximum)
+{
+    size_t row, channel, i;
+    for (row = 0; row < outer; row++) {
+        for (channel = 0; channel < channels; channel++) {
+            for (i = 0; i < inner; i++) {
+                int64_t product = (int64_t)arena.$X[x++] * multiplier[channel];
+                arena.$Y[y++] = ($Y_type)clamp(round_shift(product, shift[channel]), minimum, maximum);
+            }
+        }
+    }
+}
+""",
+    "add": """\
+static void $name(size_t a, size_t b, size_t y, size_t count, const uint32_t *shape, const uint32_t *a_stride,
+                  const uint32_t *b_stride)
+{
+    size_t i;
+    for (i = 0; i < count; i++) {
+        arena.$Y[y + i] = ($Y_type)((int64_t)arena.$X[a + strided(i, shape, a_stride)]
+                                    + arena.$Z[b + strided(i, shape, b_stride)]);
+    }
+}
+""",
+    "gelu": """\
+static void $name(size_t x, size_t y, size_t count, int64_t q_b, int64_t q_c, int64_t q_one, int64_t shift)
+{
+    size_t i;
+    for (i = 0; i < count; i++) {
+        int64_t value = arena.$X[x + i], distance = q_b - clamp(magnitude(value), 0, q_b);
+        int64_t erf = value == 0 ? 0 : q_c - distance * distance;
+        arena.$Y[y + i] = ($Y_type)(value * (shift_right(value < 0 ? -erf : erf, shift) + q_one));
+    }
+}
+""",
+    "tanh": """\
+static void $name(size_t x, size_t y, size_t count, int64_t levels, const exp_constants *c)
+{
+    size_t i;
+    int64_t one = exponential(0, c);
+    for (i = 0; i < count; i++) {
+        int64_t value = arena.$X[x + i], exp = exponential(-magnitude(value), c);
+        int64_t result = (2 * levels * (one - exp) + one + exp) / (2 * (one + exp));
+        arena.$Y[y + i] = ($Y_type)(value < 0 ? -result : value > 0 ? result : 0);
+    }
+}
+""",
+    "table": """\
+static void $name(size_t x, size_t y, size_t count, const table_constants *table)
+{
+    size_t i;
+    for (i = 0; i < count; i++) {
+        arena.$Y[y + i] = ($Y_type)look_up(arena.$X[x + i], table);
+    }
+}
+""",
+    "sqrt": """\
+static void $name(size_t x, size_t y, size_t count)
+{
+    size_t i;
+    for (i = 0; i < count; i++) {
+        arena.$Y[y + i] = ($Y_type)square_root(arena.$X[x + i]);
+    }
+}
+""",
+    "softmax": """\
+static void $name(size_t x, size_t mask, size_t y, size_t rows, size_t length, const uint32_t *shape,
+                  const uint32_t *mask_stride, int64_t levels, int64_t reciprocal_bits, const exp_constants *c)
+{
+    size_t row, i;
+    for (row = 0; row < rows; row++) {
+        int64_t peak = INT32_MIN, sum = 0, factor;
+        for (i = 0; i < length; i++) {
+            size_t index = row * length + i;
+            if ($visible && arena.$X[x + index] > peak) {
+                peak = arena.$X[x + index];
+            }
+        }
+        for (i = 0; i < length; i++) {
+            size_t index = row * length + i;
+            if ($visible) {
+                sum += exponential(arena.$X[x + index] - peak, c);
+            }
+        }
+        factor = levels * power_of_two(reciprocal_bits) / (sum < 1 ? 1 : sum);
+        for (i = 0; i < length; i++) {
+            size_t index = row * length + i;
+            int64_t exp = $visible ? exponential(arena.$X[x + index] - peak, c) : 0;
+            arena.$Y[y + index] = ($Y_type)round_shift(exp * factor, reciprocal_bits);
+        }
+    }
+}
+""",
+    "softmax_table": """\
+static int64_t ${name}_exp(int64_t x, int64_t lowest, int64_t exp_bits, int64_t exp_shift, const table_constants *exp)
+{
+    return clamp(round_shift(look_up(clamp(x, lowest, 0), exp), exp_shift), 0, power_of_two(exp_bits));
+}
+
+static void $name(size_t x, size_t mask, size_t y, size_t rows, size_t length, const uint32_t *shape,
+                  const uint32_t *mask_stride, int64_t levels, int64_t lowest, int64_t exp_bits, int64_t exp_shift,
+                  const table_constants *exp, const table_constants *reciprocal)
+{
+    size_t row, i;
+    for (row = 0; row < rows; row++) {
+        int64_t peak = INT32_MIN, sum = 0, factor, exponent;
+        for (i = 0; i < length; i++) {
+            size_t index = row * length + i;
+            if ($visible && arena.$X[x + index] > peak) {
+                peak = arena.$X[x + index];
+            }
+        }
+        for (i = 0; i < length; i++) {
+            size_t index = row * length + i;
+            if ($visible) {
+                sum += ${name}_exp(arena.$X[x + index] - peak, lowest, exp_bits, exp_shift, exp);
+            }
+        }
+        sum = sum < 1 ? 1 : sum;
+        exponent = floor_log2(sum);
+        factor = levels * look_up(shift_left(sum, $reciprocal_input_bits - exponent), reciprocal);
+        for (i = 0; i < length; i++) {
+            size_t index = row * length + i;
+            int64_t value = $visible ? ${name}_exp(arena.$X[x + index] - peak, lowest, exp_bits, exp_shift, exp) : 0;
+            arena.$Y[y + index] = ($Y_type)clamp(round_shift(value * factor, $result_bits + exponent), 0, levels);
+        }
+    }
+}
+""",
+    "norm": """\
+static void $name(size_t x, size_t y, const int32_t *weight, const int32_t *bias, size_t rows, size_t length,
+                  int64_t epsilon, int64_t shift, int64_t reciprocal_bits, int64_t output_bits)
+{
+    size_t row, i;
+    for (row = 0; row < rows; row++) {
+        int64_t mean = 0, sum = epsilon, root, factor;
+        if (bias) {
+            for (i = 0; i < length; i++) {
+                mean += arena.$X[x + row * length + i];
+            }
+            mean = floor_divide(2 * mean + (int64_t)length, 2 * (int64_t)length);
+        }
+        for (i = 0; i < length; i++) {
+            int64_t value = shift_right(arena.$X[x + row * length + i] - mean, shift);
+            sum += value * value;
+        }
+        root = square_root(sum) * power_of_two(shift);
+        factor = power_of_two(reciprocal_bits) / (root < 1 ? 1 : root);
+        for (i = 0; i < length; i++) {
+            int64_t value = (arena.$X[x + row * length + i] - mean) * factor;
+            value = round_shift(value, reciprocal_bits - output_bits) * weight[i] + (bias ? bias[i] : 0);
+            arena.$Y[y + row * length + i] = ($Y_type)value;
+        }
+    }
+}
+""",
+    "norm_table": """\
+static void $name(size_t x, size_t y, const int32_t *weight, const int32_t *bias, size_t rows, size_t length,
+                  int64_t epsilon, int64_t shift, int64_t output_bits, const table_constants *rsqrt)
+{
+    size_t row, i;
+    for (row = 0; row < rows; row++) {
+        int64_t mean = 0, sum = epsilon, exponent, factor;
+        if (bias) {
+            for (i = 0; i < length; i++) {
+                mean += arena.$X[x + row * length + i];
+            }
+            mean = floor_divide(2 * mean + (int64_t)length, 2 * (int64_t)length);
+        }
+        for (i = 0; i < length; i++) {
+            int64_t value = shift_right(arena.$X[x + row * length + i] - mean, shift);
+            sum += value * value;
+        }
+        sum = sum < 1 ? 1 : sum;
+        exponent = floor_log2(sum) / 2;
+        factor = look_up(shift_left(sum, $rsqrt_input_bits - 2 * exponent), rsqrt);
+        for (i = 0; i < length; i++) {
+            int64_t value = (arena.$X[x + row * length + i] - mean) * factor;
+            value = round_shift(value, $result_bits + exponent + shift - output_bits) * weight[i];
+            value += bias ? bias[i] : 0;
+            arena.$Y[y + row * length + i] = ($Y_type)value;
+        }
+    }
+}
+""",
+    "mean": """\
+static void $name(size_t x, size_t y, size_t outer, size_t length, size_t inner)
+{
+    size_t row, i, k;
+    for (row = 0; row < outer; row++) {
+        for (k = 0; k < inner; k++) {
+            int64_t sum = 0;
+            for (i = 0; i < length; i++) {
+                sum += arena.$X[x + (row * length + i) * inner + k];
+            }
+            arena.$Y[y + row * inner + k] = ($Y_type)sum;
+        }
+    }
+}
+""",
+    "masked_mean": """\
+static void $name(size_t x, size_t mask, size_t y, size_t batch, size_t tokens, size_t width)
+{
+    size_t row, i, k;
+    for (row = 0; row < batch; row++) {
+        for (k = 0; k < width; k++) {
+            int64_t sum = 0, count = 0;
+            for (i = 0; i < tokens; i++) {
+                if (arena.$Z[mask + row * tokens + i] != 0) {
+                    sum += arena.$X[x + (row * tokens + i) * width + k];
+                    count++;
+                }
+            }
+            count = count < 1 ? 1 : count;
+            arena.$Y[y + row * width + k] = ($Y_type)floor_divide(2 * sum + count, 2 * count);
+        }
+    }
+}
+""",
+    "pool": """\
+static void $name(size_t x, size_t y, const pool *p)
+{
+    uint32_t plane, row, column, k, l;
+    for (plane = 0; plane < p->planes; plane++) {
+        for (row = 0; row < p->out_height; row++) {
+            for (column = 0; column < p->out_width; column++) {
+                size_t corner = x + ((size_t)plane * p->height + row * p->stride_height) * p->width
+                                + column * p->stride_width;
+                int64_t result = $initial;
+                for (k = 0; k < p->kernel_height; k++) {
+                    for (l = 0; l < p->kernel_width; l++) {
+                        int64_t value = arena.$X[corner + (size_t)k * p->width + l];
+                        $update
+                    }
+                }
+                arena.$Y[y++] = ($Y_type)result;
+            }
+        }
+    }
+}
+""",
+    "argmax": """\
+static void $name(size_t x, size_t y, size_t outer, size_t length, size_t inner)
+{
+    size_t row, i, k;
+    for (row = 0; row < outer; row++) {
+        for (k = 0; k < inner; k++) {
+            size_t best = 0;
+            for (i = 1; i < length; i++) {
+                if (arena.$X[x + (row * length + i) * inner + k] > arena.$X[x + (row * length + best) * inner + k]) {
+                    best = i;
+                }
+            }
+            arena.$Y[y + row * inner + k] = ($Y_type)best;
+        }
+    }
+}
+""",
+    "positions": """\
+static void $name(size_t x, size_t y, size_t batch, size_t tokens, int64_t padding_index)
+{
+    size_t row, i;
+    for (row = 0; row < batch; row++) {
+        int64_t count = 0;
+        for (i = 0; i < tokens; i++) {
+            int64_t visible = padding_index < 0 || arena.$X[x + row * tokens + i] != padding_index;
+            count += visible;
+            arena.$Y[y++] = ($Y_type)(padding_index < 0 ? (int64_t)i : count * visible + padding_index);
+        }
+    }
+}
+""",
+    "relative_bias": """\
+static void $name(size_t x, size_t y, const $T_type *table, size_t batch, size_t heads, size_t queries, size_t keys,
+                  size_t columns)
+{
+    size_t index, head, query, key;
+    for (index = 0; index < batch; index++) {
+        for (head = 0; head < heads; head++) {
+            for (query = 0; query < queries; query++) {
+                for (key = 0; key < keys; key++) {
+                    int64_t bias = table[head * columns + columns / 2 + key - query];
+                    arena.$Y[y++] = ($Y_type)(arena.$X[x++] + bias);
+                }
+            }
+        }
+    }
+}
+""",
+    "copy": """\
+static void $name(size_t x, size_t y, size_t count, const uint32_t *shape, const uint32_t *stride)
+{
+    size_t i;
+    for (i = 0; i < count; i++) {
+        arena.$Y[y + i] = ($Y_type)arena.$X[x + strided(i, shape, stride)];
+    }
+}
+""",
+}
