@@ -1,6 +1,6 @@
 """Train a QuartzNet on spoken digits (FSDD), and write it with test recordings of several digits.
 
-    python benchmarks/quartznet_fsdd.py OUT [--steps 1500] [--seed 0] [--device cpu]
+    python benchmarks/quartznet_fsdd.py OUT [--steps 2000] [--seed 0] [--device cpu]
 
 OUT/model is the model folder, OUT/test.jsonl names FLAC files with their transcripts. Recordings 0 to 4 of each speaker
 and digit are for tests, as the data's README says; the others are for training. A sequence is a few recordings of one
@@ -83,14 +83,13 @@ class Digits:
         return generator.normal(0, NOISE, length).astype(np.float32)
 
     def training_sequence(self, generator: np.random.Generator) -> tuple[np.ndarray, str]:
-        """Return random recordings of one speaker that fit into `TRAIN_SAMPLES`, filled up with noise."""
+        """Return one to eight random recordings of one speaker that fit into `TRAIN_SAMPLES`, filled up with noise."""
         speaker = self.by_speaker[generator.integers(len(self.by_speaker))]
-        indices = [int(generator.choice(speaker)) for _ in range(generator.integers(1, 7))]
-        while True:
-            joined, text = self.join(indices, generator)
-            if len(joined) <= TRAIN_SAMPLES or len(indices) == 1:
-                break
+        indices = [int(generator.choice(speaker)) for _ in range(generator.integers(1, 9))]
+        joined, text = self.join(indices, generator)
+        while len(joined) > TRAIN_SAMPLES and len(indices) > 1:
             indices.pop()
+            joined, text = self.join(indices, generator)
         joined = joined[:TRAIN_SAMPLES]  # a single recording may be longer
         before = int(generator.integers(TRAIN_SAMPLES - len(joined) + 1))
         filled = self._noise(TRAIN_SAMPLES, generator)
@@ -172,7 +171,7 @@ def test_data(folder: Path) -> SpeechData:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=1_500)
+    parser.add_argument("--steps", type=int, default=2_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     options: Any = parser.parse_args()
