@@ -92,7 +92,7 @@ def _optimize(network: PreTrainedModel, values: Tensor, settings: ZeroShotSettin
         for _ in range(settings.iterations):
             optimizer.zero_grad()
             loss = statistics_loss(network, {network.main_input_name: values})
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             schedule.step(loss.item())
     return values.detach()
