@@ -110,7 +110,9 @@ def test_the_support_matrix_is_up_to_date() -> None:
 
 def test_the_tour_shows_every_command() -> None:
     lines = [line for text in blocks(ROOT / "docs" / "tour.md", "sh") for line in text.splitlines()]
-    assert {shlex.split(call)[1] for line in lines if (call := smelt_call(line))} == set(COMMANDS)
+    without_bundled_model = {"transcribe"}
+    shown = {shlex.split(call)[1] for line in lines if (call := smelt_call(line))}
+    assert shown == set(COMMANDS) - without_bundled_model
 
 
 def test_the_site_has_every_page() -> None:

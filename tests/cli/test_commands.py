@@ -34,7 +34,7 @@ WITHOUT_JSON = {"batch", "cache", "train", "serve", "kv", "migrate", "schema", "
 def test_help(command: str, smelt_here: Smelt) -> None:
     done = smelt_here(*command.split(), "--help")
     assert (done.code, done.err) == (0, "")
-    unseeded = ("verify", "env", "compare")  # one repeats a recorded seed, the others draw nothing
+    unseeded = ("verify", "env", "compare", "transcribe")  # one repeats a recorded seed, the others draw nothing
     assert "--json" in done.out and ("--seed" in done.out or command in unseeded)
 
 

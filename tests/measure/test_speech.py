@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,10 @@ from smelt.measure.evaluate import evaluate
 from smelt.measure.gate import gate, parse_margins
 from smelt.measure.metrics import wer
 from smelt.measure.paired import compare
-from smelt.measure.speech import word_errors
-from smelt.models.feature_extractor import load_feature_extractor, save_feature_extractor
+from smelt.measure.speech import transcribe, word_errors
+from smelt.models.feature_extractor import LogMelFeatureExtractor, load_feature_extractor, save_feature_extractor
 from smelt.models.model import Model
+from smelt.models.quartznet import CTC_VOCABULARY, QuartzNetConfig, QuartzNetForCTC, ctc_tokenizer
 from tests.character_tokenizer import character_tokenizer
 
 soundfile = pytest.importorskip("soundfile", reason="soundfile is not installed")
@@ -104,6 +106,36 @@ def test_a_speech_model_is_evaluated_by_its_transcripts() -> None:
     assert result.settings["words"] > 0 and result.predictions is not None and result.predictions[0] >= 1
 
 
+def test_a_ctc_model_is_evaluated_by_its_transcripts() -> None:
+    torch.manual_seed(0)
+    extractor = LogMelFeatureExtractor(feature_size=4, sampling_rate=RATE)
+    network = QuartzNetForCTC(
+        QuartzNetConfig(num_mel_bins=4, stem_channels=4, hidden_sizes=(4,), kernel_sizes=(3,), head_channels=4)
+    ).eval()
+    network.classifier.weight.data *= 100  # random weights say one letter all the time
+    model = Model(network, ctc_tokenizer(), feature_extractor=extractor)
+    generator = np.random.Generator(np.random.PCG64(0))
+    recordings = [generator.normal(0, 0.1, length).astype(np.float32) for length in (RATE // 2, RATE // 4)]
+    data = SpeechData("speech", [wav(each) for each in recordings], ("one", "two"))
+    expected = []
+    for index in range(2):  # alone, without padding
+        features = extractor([data.decode(index, RATE)])
+        with torch.no_grad():
+            ids = network(features.input_features).logits[0].argmax(-1)
+        merged = torch.unique_consecutive(ids)
+        expected.append(" ".join("".join(CTC_VOCABULARY[i] for i in merged if i).replace("|", " ").split()))
+    assert all(expected)
+    assert transcribe(model, data, range(2)) == expected
+    result = evaluate(model, replace(data, texts=(expected[0], "four other words here")), batch_size=2)
+    assert result.predictions is not None and result.predictions[0] == 0 and result.predictions[1] >= 4
+
+
+def test_a_recording_longer_than_the_model_reads_is_refused() -> None:
+    data = SpeechData("speech", [wav(np.tile(TONE, 4))], ("a",))
+    with pytest.raises(DataError, match="has 2 seconds, and this model reads 1: split it"):
+        evaluate(whisper(), data)
+
+
 def test_the_feature_extractor_is_saved_and_bounded(tmp_path: Path) -> None:
     save_feature_extractor(hf.WhisperFeatureExtractor(feature_size=16, chunk_length=2), tmp_path)
     loaded = load_feature_extractor(tmp_path)
@@ -117,6 +149,8 @@ def test_the_feature_extractor_is_saved_and_bounded(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_one_sentence() -> None:
     with pytest.raises(DataError, match="cannot be decoded as audio"):
         SpeechData("speech", [b"fLaC broken"], ("a",)).decode(0, RATE)
+    with pytest.raises(DataError, match="recording 1 of speech is empty"):
+        SpeechData("speech", [wav(TONE[:0])], ("a",)).decode(0, RATE)
     with pytest.raises(DataError, match="use wer"):
         evaluate(whisper(), SpeechData("speech", [wav()], ("a",)), metric="accuracy")
     with pytest.raises(DataError, match="no words"):

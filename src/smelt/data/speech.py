@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,15 +50,22 @@ class SpeechData:
         source = self.sources[index]
         return source if isinstance(source, bytes) else read_encoded(source)
 
+    def check(self, index: int) -> None:
+        """Raise if a recording cannot be read or is empty, as far as its header tells."""
+        with _opened(self.content(index), self._where(index)):
+            pass
+
     def decode(self, index: int, sampling_rate: int) -> np.ndarray:
         """Return a recording as mono samples in float32, resampled to this rate."""
-        source = self.sources[index]
-        where = str(source) if isinstance(source, Path) else f"recording {index + 1} of {self.name}"
-        samples, rate = _decode(self.content(index), where)
+        samples, rate = _decode(self.content(index), self._where(index))
         if rate == sampling_rate:
             return samples
         common = math.gcd(rate, sampling_rate)
         return np.asarray(resample_poly(samples, sampling_rate // common, rate // common), dtype=np.float32)
+
+    def _where(self, index: int) -> str:
+        source = self.sources[index]
+        return str(source) if isinstance(source, Path) else f"recording {index + 1} of {self.name}"
 
 
 def speech_from_rows(
@@ -86,22 +94,36 @@ def _looks_like_audio(content: bytes) -> bool:
     return content.startswith((b"fLaC", b"OggS", b"ID3", b"\xff\xfb")) or content[8:12] == b"WAVE"
 
 
-def _decode(content: bytes, where: str) -> tuple[np.ndarray, int]:
-    """Decode a recording after checking the length in its header."""
+@contextmanager
+def _opened(content: bytes, where: str) -> Iterator[Any]:
+    """Open a recording as a SoundFile and check the length and rate in its header."""
     try:
         import soundfile
     except (ImportError, OSError) as error:
         raise DataError(f"recordings need one more package: {install_command('audio')}.") from error
     try:
+        if not content:
+            raise DataError(f"{where} is empty: give a recording with at least one sample.")
         with soundfile.SoundFile(io.BytesIO(content)) as file:
             if file.frames * file.channels > MAX_SAMPLES or file.frames < 0:
                 raise DataError(f"{where} has more than {MAX_SAMPLES:,} samples: split it into shorter recordings.")
-            samples: Any = file.read(dtype="float32", always_2d=True)  # [frames, channels]
-            rate = int(file.samplerate)
+            if not file.frames:
+                raise DataError(f"{where} is empty: give a recording with at least one sample.")
+            if not 1_000 <= file.samplerate <= 768_000:
+                raise DataError(f"{where} has the impossible rate of {file.samplerate} Hz.")
+            yield file
     except DataError:
         raise
     except Exception as error:  # decoders of untrusted bytes raise many types
-        raise DataError(f"{where} cannot be decoded as audio ({' '.join(str(error).split())[:200]}).") from error
-    if not len(samples) or not 1_000 <= rate <= 768_000:
-        raise DataError(f"{where} is empty, or its rate of {rate} Hz is impossible.")
+        reason = " ".join(str(getattr(error, "error_string", error)).split()).rstrip(".")
+        raise DataError(f"{where} cannot be decoded as audio ({reason[:200]}).") from error
+
+
+def _decode(content: bytes, where: str) -> tuple[np.ndarray, int]:
+    """Return the samples of a recording, its channels averaged, and their rate."""
+    with _opened(content, where) as file:
+        samples: np.ndarray = file.read(dtype="float32", always_2d=True)  # [frames, channels]
+        rate = int(file.samplerate)
+    if not len(samples):
+        raise DataError(f"{where} is empty: give a recording with at least one sample.")
     return samples.mean(axis=1), rate

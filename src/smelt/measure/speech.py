@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
+from transformers import BatchFeature
 from transformers.models.whisper.english_normalizer import BasicTextNormalizer
 
 from smelt.data.batches import check_positive
@@ -15,6 +14,7 @@ from smelt.measure.eval_result import EvalResult
 from smelt.measure.logits import eval_mode
 from smelt.measure.metrics import METRICS
 from smelt.models.config import quiet_transformers
+from smelt.models.feature_extractor import FeatureExtractor
 from smelt.models.model import Model
 from smelt.progress import NullProgress, Progress
 
@@ -68,19 +68,42 @@ def transcribe(model: Model, data: SpeechData, indices: range) -> list[str]:
             f"{model.source or 'this model'} has no tokenizer or no preprocessor_config.json for speech, so it cannot "
             "transcribe; copy the files of the model it was made from."
         )
-    extractor: Any = model.feature_extractor
+    extractor = model.feature_extractor
     samples = [data.decode(index, extractor.sampling_rate) for index in indices]
-    features = extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="pt").input_features
-    dtype = next(model.network.parameters()).dtype
+    _check_length(extractor, samples)
+    features = extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="pt").to(model.device)
+    features = features.to(next(model.network.parameters()).dtype)
+    if not model.network.can_generate():
+        return _ctc_transcripts(model, features)
     longest = getattr(model.network.config, "max_target_positions", MAX_NEW_TOKENS + PROMPT_TOKENS)
     with quiet_transformers():
         ids = model.network.generate(
-            features.to(model.device, dtype),
+            features.input_features,
             max_new_tokens=min(MAX_NEW_TOKENS, longest - PROMPT_TOKENS),
             do_sample=False,
             num_beams=1,
         )
     return [str(text) for text in model.tokenizer.batch_decode(ids, skip_special_tokens=True)]
+
+
+def _check_length(extractor: FeatureExtractor, samples: list[np.ndarray]) -> None:
+    """Raise if a recording is longer than the model reads; the extractor would silently drop the rest."""
+    seconds, longest = getattr(extractor, "chunk_length", None), max(map(len, samples)) / extractor.sampling_rate
+    if seconds is not None and longest > seconds:
+        raise DataError(f"a recording has {longest:.0f} seconds, and this model reads {seconds}: split it.")
+
+
+def _ctc_transcripts(model: Model, features: BatchFeature) -> list[str]:
+    """Return the most likely character of each frame, without repetitions and blanks."""
+    assert model.tokenizer is not None
+    ids = model.network(**features).logits.argmax(-1)
+    stride = -(-features.attention_mask.shape[1] // ids.shape[1])  # input frames of an output frame
+    kept = features.attention_mask[:, ::stride].bool()
+    # A blank keeps two equal letters apart, so that the decoder of the tokenizer has to see it.
+    texts = (
+        model.tokenizer.decode(row[valid], skip_special_tokens=False) for row, valid in zip(ids, kept, strict=True)
+    )
+    return [" ".join(str(text).split()) for text in texts]
 
 
 def word_errors(words: list[str], reference: list[str]) -> int:

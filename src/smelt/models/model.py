@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from smelt.errors import ModelError
 from smelt.models.anatomy import Anatomy, anatomy_of
+from smelt.models.feature_extractor import FeatureExtractor
 from smelt.models.image_processor import FILE, ImageProcessor
 from smelt.models.kv_cache import KVCacheFormat, QuantizedKVCache
 
@@ -40,7 +41,7 @@ class Model:
     history: list[dict[str, Any]] = field(default_factory=list)
     kv: KVCacheFormat | None = None
     image_processor: ImageProcessor | None = None
-    feature_extractor: Any = None  # transformers' WhisperFeatureExtractor, of a speech model
+    feature_extractor: FeatureExtractor | None = None  # of a speech model
 
     @property
     def anatomy(self) -> Anatomy:

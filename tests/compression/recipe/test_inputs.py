@@ -19,10 +19,12 @@ from smelt.compression.recipe.inputs import (
     split,
 )
 from smelt.compression.recipe.recipe import Recipe
-from smelt.data import LabeledData, TextData
+from smelt.data import LabeledData, SpeechData, TextData
 from smelt.errors import DataError
 from smelt.models.model import Model
+from smelt.models.quartznet import ctc_tokenizer
 from tests.character_tokenizer import character_tokenizer
+from tests.models.test_quartznet import EXTRACTOR, quartznet
 from tests.tiny import BUILDS, ENCODER
 
 STEP = {"method": "fisher", "budget": {"parameters": 0.8}}
@@ -55,6 +57,37 @@ def test_labeled_rows_are_split_into_calibration_and_evaluation(tmp_path: Path) 
     assert (len(seen), len(held_out)) == (40, 10)
     assert set(seen.first) | set(held_out.first) == {f"row {i}" for i in range(50)}
     assert not set(seen.first) & set(held_out.first)
+
+
+def test_recordings_are_split_and_become_spectrograms(tmp_path: Path) -> None:
+    soundfile = pytest.importorskip("soundfile", reason="soundfile is not installed")
+    generator = np.random.Generator(np.random.PCG64(0))
+    for number in range(10):
+        soundfile.write(tmp_path / f"{number}.wav", generator.normal(0, 0.1, 800 + 80 * number), 8_000)
+    lines = (json.dumps({"file": f"{number}.wav", "text": f"word {number}"}) + "\n" for number in range(10))
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    config, model = recipe(tmp_path / "rows.jsonl"), Model(quartznet(), ctc_tokenizer(), feature_extractor=EXTRACTOR)
+    seen, held_out = split(config, calibration_data(config, model))
+    assert isinstance(seen, SpeechData) and isinstance(held_out, SpeechData)
+    assert sorted(seen.texts + held_out.texts) == [f"word {number}" for number in range(10)] and len(held_out) == 2
+    batches = calibration_batches(config.data, seen, model, seed=0)
+    assert [len(batch["input_features"]) for batch in batches] == [3, 3, 2]
+    frames = sorted(int(length) for batch in batches for length in batch["attention_mask"].sum(1))
+    assert frames == sorted(len(seen.decode(i, 8_000)) // 80 + 1 for i in range(8))
+    with pytest.raises(DataError, match="holds recordings, but this is a model for language"):
+        calibration_data(config, language_model())
+    with pytest.raises(DataError, match="holds no recordings, but this is a speech model"):
+        calibration_data(recipe(rows(tmp_path / "text.jsonl", [0, 1])), model)
+
+
+def test_without_data_inputs_are_synthesized() -> None:
+    config, model = recipe("none"), Model(quartznet(), ctc_tokenizer(), feature_extractor=EXTRACTOR)
+    data, held_out = split(config, calibration_data(config, model))
+    assert held_out is None
+    batches = calibration_batches(config.data, data, model, seed=0)
+    assert [batch["input_features"].shape for batch in batches] == [(3, 16, 16), (3, 16, 16), (2, 16, 16)]
+    with pytest.raises(DataError, match="this network has none; name data"):
+        calibration_data(config, language_model())
 
 
 def test_text_is_split_into_calibration_and_evaluation(tmp_path: Path) -> None:

@@ -132,3 +132,39 @@ class MeanAbsObserver:
     @property
     def values(self) -> Tensor | None:
         return None if self.total is None else (self.total / self.rows).float()
+
+
+class HistogramObserver:
+    """Count magnitudes in bins of equal width, so that percentiles of any number of values can be read.
+
+    The width of the bins doubles whenever a larger value appears, which merges them in pairs and loses no count.
+    """
+
+    def __init__(self, bins: int = 8192) -> None:
+        self.counts = torch.zeros(bins, dtype=torch.int64)
+        self.limit = 0.0  # upper edge of the last bin
+        self.minimum, self.maximum = float("inf"), float("-inf")
+
+    def __call__(self, x: Tensor) -> None:
+        if not x.numel():
+            return
+        low, high = (float(value) for value in torch.aminmax(x.detach().float()))
+        self.minimum, self.maximum = min(self.minimum, low), max(self.maximum, high)
+        amax = max(abs(low), abs(high))
+        if not self.limit:
+            self.limit = amax
+        while amax > self.limit > 0:
+            pairs = self.counts.reshape(-1, 2).sum(1)
+            self.counts = torch.cat([pairs, torch.zeros_like(pairs)])
+            self.limit *= 2
+        indices = x.detach().float().abs().flatten() * (len(self.counts) / (self.limit or 1.0))
+        indices = indices.long().clamp(max=len(self.counts) - 1).cpu()
+        self.counts += torch.bincount(indices, minlength=len(self.counts))
+
+    def percentile(self, percent: float) -> float:
+        """Return the smallest edge of a bin below which this share of the magnitudes lies; 100: the largest one."""
+        if percent >= 100:
+            return max(abs(self.minimum), abs(self.maximum)) if self.counts.any() else 0.0
+        wanted = percent / 100 * int(self.counts.sum())
+        edge = int((self.counts.cumsum(0) < wanted).sum()) + 1
+        return min(edge * self.limit / len(self.counts), max(abs(self.minimum), abs(self.maximum)))

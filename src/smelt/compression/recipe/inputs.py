@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from smelt.compression.calibration.zero_shot import synthesize_inputs
 from smelt.compression.recipe.recipe import CalibrationSettings, EvaluationSettings, Recipe
 from smelt.data import (
     Batch,
@@ -35,15 +36,18 @@ from smelt.errors import DataError, RecipeError
 from smelt.measure.evaluate import Data
 from smelt.measure.policies import check_demonstrations
 from smelt.measure.task import model_labels
+from smelt.models.batch_norm import batch_norms
 from smelt.models.chat_packing import pack_chats
 from smelt.models.chat_template import ChatTemplateRenderer
 from smelt.models.generation import generate_text
+from smelt.models.inputs import random_inputs
 from smelt.models.model import Model
 
-CalibrationData = TextData | LabeledData | LabeledImages | PromptData | Demonstrations
+CalibrationData = TextData | LabeledData | LabeledImages | SpeechData | PromptData | Demonstrations
 
 MAX_OVERLAP = 0.01  # fraction of the evaluation data; texts of one kind share some phrases
 GENERATED = "generated"  # the source of text that the model generates itself
+SYNTHETIC = "none"  # the source of inputs that are synthesized from the statistics of batch norms
 HELD_OUT = 0.2  # fraction of the calibration data, if the recipe names no evaluation data
 
 
@@ -54,7 +58,7 @@ def needs_data(recipe: Recipe) -> bool:
 
 def calibration_data(recipe: Recipe, model: Model) -> CalibrationData:
     """Load all data that calibration may draw from, and check that the model can use it."""
-    if model.task not in ("images", "policy") and model.tokenizer is None:
+    if model.task not in ("images", "policy", "speech") and model.tokenizer is None:
         raise DataError("this model has no tokenizer, so it cannot be calibrated on text; use a method without data.")
     return usable_data(recipe, model)
 
@@ -74,7 +78,12 @@ def check_data(recipe: Recipe, skeleton: Model) -> Data | None:
             f"{calibrated} needs demonstrations, and there are no default ones: name a NumPy archive of observations "
             "and actions with --data."
         )
-    if skeleton.task == "images":
+    if skeleton.task == "speech" and recipe.data.source == "default":
+        raise DataError(
+            f"{calibrated} needs recordings, and there are no default ones: name a table of recordings and transcripts "
+            "with --data, or --data none if the network has batch norms."
+        )
+    if skeleton.task == "images" and recipe.data.source != SYNTHETIC:
         skeleton.check_image_processor()
     data, held_out = split(recipe, usable_data(recipe, skeleton))
     if calibrated is not None and isinstance(data, TextData):
@@ -99,6 +108,13 @@ def load_calibration_data(settings: CalibrationSettings, model: Model) -> Calibr
         if model.task != "language":
             raise DataError(f"a model for {model.task} cannot generate its own text; name other data with --data.")
         return TextData(GENERATED, ())
+    if settings.source == SYNTHETIC:
+        if not batch_norms(model.network):
+            raise DataError(
+                "calibration without data needs the statistics of batch norms, and this network has none; name data "
+                "with --data."
+            )
+        return TextData(SYNTHETIC, ())
     if model.task == "language" and settings.text is not None and settings.label is None:
         chats = load_chats(settings.source, settings.text, split="calibration")
         if chats is not None:
@@ -106,10 +122,6 @@ def load_calibration_data(settings: CalibrationSettings, model: Model) -> Calibr
     data = _read(settings, model, "calibration")
     if isinstance(data, MultipleChoiceData):
         raise DataError(f"{settings.source} holds multiple-choice rows, which calibration cannot use; give text.")
-    if isinstance(data, SpeechData):
-        raise DataError(
-            f"{settings.source} holds recordings, which calibration cannot use yet; use --eval-data and rtn."
-        )
     if isinstance(data, Environment):
         raise DataError(f"{settings.source} is an environment, which evaluation can use; give demonstrations (.npz).")
     _check_data_type(model, data, settings.source)
@@ -135,11 +147,11 @@ def _read(settings: CalibrationSettings | EvaluationSettings, model: Model, part
 
 def split(recipe: Recipe, data: CalibrationData) -> tuple[CalibrationData, Data | None]:
     """Split into calibration data and, if the recipe names no evaluation data, a held-out part."""
-    if recipe.evaluate.source is not None or recipe.data.source in ("default", GENERATED):
+    if recipe.evaluate.source is not None or recipe.data.source in ("default", GENERATED, SYNTHETIC):
         return data, None
     if isinstance(data, PromptData):
         return data, None  # there is no metric on prompts
-    if isinstance(data, LabeledData | LabeledImages | Demonstrations):
+    if isinstance(data, LabeledData | LabeledImages | SpeechData | Demonstrations):
         order = np.random.Generator(np.random.PCG64(0)).permutation(len(data))
         num_held_out = max(1, int(len(data) * HELD_OUT))
         if num_held_out >= len(data):
@@ -180,6 +192,8 @@ def _measurable(model: Model, data: Data) -> bool:
         return model.task == "images" and data.labels is not None
     if isinstance(data, Demonstrations):
         return model.task == "policy"
+    if isinstance(data, SpeechData):
+        return model.task == "speech"
     if isinstance(data, LabeledData):
         return model.task == "classification" or (model.task == "embedding" and data.second is not None)
     return model.task == "language"
@@ -187,8 +201,15 @@ def _measurable(model: Model, data: Data) -> bool:
 
 def calibration_batches(settings: CalibrationSettings, data: CalibrationData, model: Model, seed: int) -> list[Batch]:
     """Return windows of text of exactly `seq_len` tokens, labeled rows truncated to the model's context length,
-    images, or steps of demonstrations."""
+    images, recordings, steps of demonstrations, or synthetic inputs."""
     assert settings.batch_size is not None
+    if settings.source == SYNTHETIC:
+        shape = _input_shape(model, settings.seq_len)
+        return synthesize_inputs(
+            model.network, shape, samples=settings.samples, batch_size=settings.batch_size, seed=seed
+        )
+    if isinstance(data, SpeechData):
+        return _speech_batches(settings, data, model, seed)
     if isinstance(data, LabeledImages):
         samples, dtype = min(settings.samples, len(data)), next(model.network.parameters()).dtype
         drawn = image_batches(
@@ -221,6 +242,35 @@ def calibration_batches(settings: CalibrationSettings, data: CalibrationData, mo
         batch_size=settings.batch_size,
         seed=seed,
     )
+
+
+def _input_shape(model: Model, frames: int) -> tuple[int, ...]:
+    """Return the shape of one input that is synthesized: a spectrogram of so many frames, or an image."""
+    config = model.network.config
+    if model.network.main_input_name == "input_features":
+        return int(config.num_mel_bins), frames
+    if model.network.main_input_name != "pixel_values":
+        raise DataError(f"inputs for a {config.model_type} network cannot be synthesized; name data with --data.")
+    processor = model.image_processor
+    channels, *size = random_inputs(model.network, batch=1)["pixel_values"].shape[1:]
+    if processor is not None:
+        edge = processor.shortest_edge
+        size = list(processor.crop or processor.resize or (size if edge is None else (edge, edge)))
+    return channels, *size
+
+
+def _speech_batches(settings: CalibrationSettings, data: SpeechData, model: Model, seed: int) -> list[Batch]:
+    """Draw recordings, as the features that the network reads."""
+    assert settings.batch_size is not None
+    if model.feature_extractor is None:
+        raise DataError(f"{model.source or 'this model'} has no preprocessor_config.json that says how it reads audio.")
+    order = np.random.Generator(np.random.PCG64(seed)).permutation(len(data))[: settings.samples]
+    batches = []
+    for start in range(0, len(order), settings.batch_size):
+        rate = model.feature_extractor.sampling_rate
+        samples = [data.decode(int(index), rate) for index in order[start : start + settings.batch_size]]
+        batches.append(dict(model.feature_extractor(samples, sampling_rate=rate, return_tensors="pt")))
+    return batches
 
 
 def _load_prompts(settings: CalibrationSettings) -> PromptData:
@@ -311,6 +361,10 @@ def _check_data_type(model: Model, data: CalibrationData, source: str) -> None:
     if isinstance(data, Demonstrations):
         check_demonstrations(model, data)
         return
+    if isinstance(data, SpeechData) != (model.task == "speech"):
+        if model.task == "speech":
+            raise DataError(f"{source} holds no recordings, but this is a speech model: give a table of recordings.")
+        raise DataError(f"{source} holds recordings, but this is a model for {model.task}.")
     if isinstance(data, LabeledImages) != (model.task == "images"):
         if model.task == "images":
             raise DataError(f"{source} holds no images, but this is an image model: give a folder of images.")

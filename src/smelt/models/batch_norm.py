@@ -1,0 +1,94 @@
+"""Batch norm in inference is an affine function of each channel: fold it into the layer before it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from smelt.errors import ModelError
+from smelt.models.quantized_network import replace_module
+
+Batch = dict[str, Tensor]
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
+_FOLDABLE = (nn.Conv1d, nn.Conv2d, nn.Linear)
+_MAX_RELATIVE_CHANGE = 1e-4  # of the outputs; float32 gives 1e-6
+
+
+def batch_norms(network: nn.Module) -> dict[str, nn.Module]:
+    """Return the batch norms with running statistics, by path."""
+    return {
+        path: module
+        for path, module in network.named_modules()
+        if isinstance(module, BATCH_NORMS) and module.running_mean is not None
+    }
+
+
+@torch.no_grad()
+def fold_batch_norms(network: PreTrainedModel, inputs: Batch) -> dict[str, str]:
+    """Fold every batch norm that directly follows a convolution or linear layer into it, in place.
+
+    Which follows which is found by running `inputs`. Return the paths of the layers by those of the folded norms, which
+    become identities: `w' = w * gamma / sqrt(var + eps)`, `b' = (b - mean) * gamma / sqrt(var + eps) + beta`.
+    """
+    network.eval()
+    before, pairs = _run_and_pair(network, inputs)
+    for norm_path, layer_path in pairs.items():
+        _fold(network.get_submodule(layer_path), network.get_submodule(norm_path))
+        replace_module(network, norm_path, nn.Identity())
+    after: Tensor = network(**inputs)[0]
+    change = (after - before).abs().max() / before.abs().max().clamp(min=1e-12)
+    if not change <= _MAX_RELATIVE_CHANGE:
+        raise ModelError(
+            f"folding the batch norms changed the outputs by {change:.1e}: something else reads the outputs of a "
+            f"convolution before its batch norm, such as {next(iter(pairs.values()), 'none')}."
+        )
+    return pairs
+
+
+def _run_and_pair(network: PreTrainedModel, inputs: Batch) -> tuple[Tensor, dict[str, str]]:
+    """Return the outputs, and the paths of the layers whose outputs batch norms read, by those of the norms."""
+    produced: list[tuple[Tensor, str]] = []  # keeps the tensors, so that no other gets their address
+    pairs: dict[str, str] = {}
+    calls: dict[str, int] = {}
+
+    def after(path: str) -> object:
+        def hook(module: nn.Module, args: object, output: Tensor) -> None:
+            calls[path] = calls.get(path, 0) + 1
+            produced.append((output, path))
+
+        return hook
+
+    def before(path: str) -> object:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            source = next((layer for output, layer in produced if output is args[0]), None)
+            if source is not None:
+                pairs[path] = source
+
+        return hook
+
+    handles = [
+        module.register_forward_hook(after(path))  # type: ignore[arg-type]
+        for path, module in network.named_modules()
+        if isinstance(module, _FOLDABLE)
+    ]
+    handles += [norm.register_forward_pre_hook(before(path)) for path, norm in batch_norms(network).items()]  # type: ignore[arg-type]
+    try:
+        outputs: Tensor = network(**inputs)[0]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return outputs, {norm: layer for norm, layer in pairs.items() if calls[layer] == 1}
+
+
+def _fold(layer: nn.Module, norm: nn.Module) -> None:
+    assert isinstance(layer, _FOLDABLE) and isinstance(norm, BATCH_NORMS)
+    assert norm.running_mean is not None and norm.running_var is not None
+    weight = layer.weight.double()
+    mean, deviation = norm.running_mean.double(), (norm.running_var.double() + norm.eps).sqrt()
+    scale = (torch.ones_like(mean) if norm.weight is None else norm.weight.double()) / deviation
+    shift = torch.zeros_like(mean) if norm.bias is None else norm.bias.double()
+    bias = torch.zeros_like(mean) if layer.bias is None else layer.bias.double()
+    layer.weight.copy_(weight * scale.reshape(-1, *[1] * (weight.dim() - 1)))
+    layer.bias = nn.Parameter(((bias - mean) * scale + shift).to(layer.weight.dtype), requires_grad=False)

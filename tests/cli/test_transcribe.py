@@ -1,0 +1,67 @@
+"""`smelt transcribe` and `smelt eval` on recordings, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from smelt.models.feature_extractor import LogMelFeatureExtractor, save_feature_extractor
+from smelt.models.quartznet import QuartzNetConfig, QuartzNetForCTC, ctc_tokenizer
+from tests.cli.conftest import Place, Smelt
+
+soundfile = pytest.importorskip("soundfile", reason="soundfile is not installed")
+
+RATE = 16_000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a speech model and the same recording at two rates."""
+    folder = tmp_path_factory.mktemp("speech")
+    torch.manual_seed(0)
+    config = QuartzNetConfig(num_mel_bins=8, stem_channels=8, hidden_sizes=(8,), kernel_sizes=(3,), head_channels=8)
+    QuartzNetForCTC(config).save_pretrained(folder / "model")
+    ctc_tokenizer().save_pretrained(folder / "model")
+    save_feature_extractor(LogMelFeatureExtractor(feature_size=8, sampling_rate=RATE // 2), folder / "model")
+    time = np.arange(RATE) / RATE
+    chirp = 0.3 * np.sin(2 * np.pi * (200 + 600 * time) * time) * np.hanning(len(time))
+    soundfile.write(folder / "a.wav", chirp, RATE)
+    soundfile.write(folder / "b.flac", chirp[::2], RATE // 2)
+    return folder
+
+
+def test_recordings_of_any_rate_are_transcribed(folder: Path, smelt_here: Smelt, tmp_path: Path) -> None:
+    one = smelt_here("transcribe", str(folder / "model"), str(folder / "b.flac"))
+    assert one.code == 0, one.err
+    text = one.out.strip()
+    files = [str(folder / "a.wav"), str(folder / "b.flac")]
+    both = smelt_here("transcribe", str(folder / "model"), *files, "--json", str(tmp_path / "result.json"))
+    assert both.code == 0 and both.out.splitlines()[1] == f"{files[1]}: {text}"
+    transcripts = json.loads((tmp_path / "result.json").read_text())["transcripts"]
+    assert [entry["file"] for entry in transcripts] == files and transcripts[1]["text"] == text
+
+
+def test_eval_gives_the_word_error_rate(folder: Path, smelt_here: Smelt, tmp_path: Path) -> None:
+    text = smelt_here("transcribe", str(folder / "model"), str(folder / "b.flac")).out.strip()
+    rows = [{"file": "b.flac", "text": text or "x"}, {"file": "b.flac", "text": "some other words"}]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ("--data", str(folder / "rows.jsonl"), "--json", str(tmp_path / "quality.json"))
+    done = smelt_here("eval", str(folder / "model"), *arguments)
+    assert done.code == 0, done.err
+    quality = json.loads((tmp_path / "quality.json").read_text())["quality"]
+    assert quality["metric"] == "wer" and quality["settings"]["items"] == 2
+    assert quality["value"] >= 3 / quality["settings"]["words"]
+
+
+def test_bad_recordings_are_one_sentence(folder: Path, smelt_here: Smelt, place: Place, tmp_path: Path) -> None:
+    model = str(folder / "model")
+    soundfile.write(tmp_path / "empty.wav", np.zeros(0), RATE)
+    (tmp_path / "text.wav").write_text("no recording")
+    smelt_here("transcribe", model, str(tmp_path / "empty.wav")).refused("empty.wav is empty")
+    smelt_here("transcribe", model, str(tmp_path / "text.wav")).refused("text.wav cannot be decoded as audio")
+    smelt_here("transcribe", model, str(tmp_path / "none.wav")).refused("none.wav")
+    smelt_here("transcribe", place / "llama", str(folder / "a.wav")).refused("is a model for language")
