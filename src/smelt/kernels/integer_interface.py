@@ -38,7 +38,7 @@ class Gelu:
 
 
 @dataclass(frozen=True, eq=False)
-class PiecewiseLinear:
+class TableLookup:
     """`slopes[k] * x + intercepts[k]`, k the number of breakpoints [n] that are <= x; slopes and intercepts [n + 1]."""
 
     breakpoints: Tensor
@@ -53,7 +53,7 @@ class Add:
     requantize: Requantize | None = None
 
 
-Step = Requantize | Gelu | PiecewiseLinear | Add
+Step = Requantize | Gelu | TableLookup | Add
 
 
 @dataclass(eq=False)

@@ -21,16 +21,16 @@ from smelt.kernels.integer_interface import (
     IntegerKernels,
     NormConstants,
     PackedWeight,
-    PiecewiseLinear,
     Requantize,
     SoftmaxConstants,
     Step,
     Steps,
+    TableLookup,
 )
 
 UNITS: dict[str, tuple[str, ...]] = {"integer": ()}
 _TYPES = {dtype: index for index, dtype in enumerate(INT_TYPES)}
-_KINDS = (Requantize, Gelu, PiecewiseLinear, Add)
+_KINDS = (Requantize, Gelu, TableLookup, Add)
 _LANES = 16
 _POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
@@ -336,7 +336,7 @@ def _native_step(step: Step, tensors: list[Tensor]) -> _Step:
         )
     if isinstance(step, Gelu):
         native.q_b, native.q_c, native.q_one, native.shift = step.q_b, step.q_c, step.q_one, step.shift
-    if isinstance(step, PiecewiseLinear):
+    if isinstance(step, TableLookup):
         native.breakpoints, native.slopes = pointer(step.breakpoints), pointer(step.slopes)
         native.intercepts, native.entries = pointer(step.intercepts), step.breakpoints.numel()
     return native

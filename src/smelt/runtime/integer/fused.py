@@ -23,11 +23,11 @@ from smelt.kernels.integer_interface import (
     IntegerKernels,
     NormConstants,
     PackedWeight,
-    PiecewiseLinear,
     Requantize,
     SoftmaxConstants,
     Step,
     Steps,
+    TableLookup,
 )
 from smelt.runtime.integer.graph import DTYPES, IntegerGraph, Node
 from smelt.runtime.integer.ops import OPERATORS
@@ -356,7 +356,7 @@ class _Planner:
         if node.op == "gelu":
             return Gelu(**attributes)
         if node.op == "table":
-            return PiecewiseLinear(**constants)
+            return TableLookup(**constants)
         return None
 
     def _only_consumer(self, node: Node, op: str | None) -> Node | None:
