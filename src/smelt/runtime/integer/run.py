@@ -26,7 +26,7 @@ class Interpreter:
             raise ModelError(f"The integer graph has unknown operators: {', '.join(sorted(unknown))}.")
         self.graph = graph
         self.check_ranges = check_ranges
-        self._functions = [BACKENDS[backend].get(node.op, OPERATORS[node.op]) for node in graph.nodes]
+        self.functions = [BACKENDS[backend].get(node.op, OPERATORS[node.op]) for node in graph.nodes]
         self._released = _last_uses(graph)
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -40,7 +40,7 @@ class Interpreter:
     def trace(self, inputs: Mapping[str, Tensor]) -> Iterator[tuple[Node, Tensor]]:
         """Yield every node with the tensor it produces, in order; a tensor is released after its last use."""
         values = {name: self._input(name, inputs) for name in self.graph.inputs}
-        for index, (node, function) in enumerate(zip(self.graph.nodes, self._functions, strict=True)):
+        for index, (node, function) in enumerate(zip(self.graph.nodes, self.functions, strict=True)):
             arguments = [values[name] for name in node.inputs]
             values[node.output] = self._result(node, function(*arguments, **node.constants, **node.attributes))
             yield node, values[node.output]
@@ -64,6 +64,14 @@ class Interpreter:
             if int(result.min()) < limits.min or int(result.max()) > limits.max:
                 raise ModelError(f"The integer graph overflows {node.dtype} in {node}.")
         return result.to(dtype)
+
+
+def token_inputs(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Add what a batch of tokens lacks: an attention mask that attends to all tokens, token types of zero."""
+    tokens = inputs.get("input_ids")
+    if tokens is None:
+        return dict(inputs)
+    return {"attention_mask": torch.ones_like(tokens), "token_type_ids": torch.zeros_like(tokens), **inputs}
 
 
 def _last_uses(graph: IntegerGraph) -> list[list[str]]:
