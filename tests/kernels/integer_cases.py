@@ -12,10 +12,10 @@ from smelt.kernels.integer_interface import (
     Add,
     Gelu,
     NormConstants,
-    PiecewiseLinear,
     Requantize,
     SoftmaxConstants,
     Steps,
+    TableLookup,
 )
 from smelt.runtime.integer import ops
 from smelt.runtime.integer.constants import gelu_constants, norm_constants, softmax_constants
@@ -62,12 +62,12 @@ def norm(scale: float, limit: int, length: int, bias: bool = True, seed: int = 0
     return NormConstants(constants["weight"], constants.get("bias"), **attributes)
 
 
-def piecewise_linear(entries: int, limit: int, seed: int = 0) -> PiecewiseLinear:
+def piecewise_linear(entries: int, limit: int, seed: int = 0) -> TableLookup:
     generator = torch.Generator().manual_seed(seed)
     breakpoints = torch.randint(-limit, limit, (entries,), generator=generator).sort().values
     slopes = torch.randint(-(2**31) // (4 * limit), 2**31 // (4 * limit), (entries + 1,), generator=generator)
     intercepts = torch.randint(-(2**29), 2**29, (entries + 1,), generator=generator)
-    return PiecewiseLinear(breakpoints.int(), slopes.int(), intercepts)
+    return TableLookup(breakpoints.int(), slopes.int(), intercepts)
 
 
 def apply(steps: Steps, x: Tensor, operands: Sequence[Tensor] = ()) -> Tensor:
@@ -78,7 +78,7 @@ def apply(steps: Steps, x: Tensor, operands: Sequence[Tensor] = ()) -> Tensor:
             x = _requantize(x, step)
         elif isinstance(step, Gelu):
             x = ops.gelu(x, q_b=step.q_b, q_c=step.q_c, q_one=step.q_one, shift=step.shift)
-        elif isinstance(step, PiecewiseLinear):
+        elif isinstance(step, TableLookup):
             x = ops.table(x, breakpoints=step.breakpoints, slopes=step.slopes, intercepts=step.intercepts)
         elif isinstance(step, Add):
             other = next(remaining)

@@ -128,6 +128,7 @@ class Method(ABC):
     summary: ClassVar[str]  # when to use it: the first line of the docstring
     offloads: ClassVar[bool] = False  # can move blocks to an accelerator one at a time
     trains: ClassVar[bool] = False  # the whole network, which several ranks can share
+    last: ClassVar[bool] = False  # leaves a program that no later step can change
     needs: ClassVar[tuple[str, ...]] = ()  # of "calibration data", "labels", "gradients"
 
     @abstractmethod

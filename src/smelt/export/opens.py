@@ -10,6 +10,7 @@ from smelt.export.compressed_tensors import CompressedTensors
 from smelt.export.gguf import Gguf
 from smelt.models.artifact import layer_fields
 from smelt.models.model import Model
+from smelt.models.program_network import ProgramNetwork
 from smelt.models.quantized import quantized_layers
 
 
@@ -34,6 +35,8 @@ def opens_in(model: Model) -> list[Opener]:
     scales that GGUF must represent exactly, the export itself is the judge.
     """
     openers = [Opener("Smelt")]
+    if isinstance(model.network, ProgramNetwork):
+        return openers
     export = None
     if quantized_layers(model.network):
         export = CompressedTensors.name if _accepts(CompressedTensors(), model) else None

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from smelt.models.anatomy import Anatomy, Part, Projection
+from smelt.models.program_network import ProgramNetwork
 from smelt.models.quantized import QuantizedConv, QuantizedLinear, quantized_layers
 from smelt.models.quantized_network import tied_layers
 
@@ -35,14 +36,18 @@ class Workload:
 
 
 def count_parameters(network: nn.Module) -> int:
-    """Count all parameters, shared ones once."""
+    """Count all parameters, shared ones once; of one that runs a program, those of its outline."""
+    if isinstance(network, ProgramNetwork):
+        return count_parameters(network.outline)
     tied = tied_layers(network)
     packed = sum(layer.parameter_count for path, layer in quantized_layers(network).items() if path not in tied)
     return packed + sum(parameter.numel() for parameter in network.parameters())
 
 
 def count_bytes(network: nn.Module) -> int:
-    """Count the bytes of all weights, shared tensors once."""
+    """Count the bytes of all weights, shared tensors once; of one that runs a program, those of its constants."""
+    if isinstance(network, ProgramNetwork):
+        return sum(tensor.numel() * tensor.element_size() for tensor in network.buffers())
     stored: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in network.parameters()}
     for layer in quantized_layers(network).values():
         stored |= {id(tensor): tensor for tensor in layer.buffers()}

@@ -31,6 +31,7 @@ from smelt.models.families import (
     family_of,
     has_family,
 )
+from smelt.models.program_network import outline_of
 from smelt.models.quantized import QuantizedConv, QuantizedLinear
 
 PartKind = Literal["heads", "ffn_channels", "channels"]
@@ -243,8 +244,9 @@ def anatomy_of(network: PreTrainedModel) -> Anatomy:
     """Build the structural view of a transformers network.
 
     Of a vision-language model, the language model is viewed; of a type without a row in families.py, the outermost
-    lists of modules with linear layers.
+    lists of modules with linear layers; of a network that runs a program, its outline.
     """
+    network = outline_of(network)
     backbone, config = _backbone(network)
     if has_family(config.model_type):
         family = family_of(config.model_type)

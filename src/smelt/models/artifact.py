@@ -27,6 +27,7 @@ from smelt.models.json_file import read_object
 from smelt.models.kv_cache import KVCacheFormat
 from smelt.models.model import Model
 from smelt.models.network import check_buffers, empty_network, parameters_on_meta
+from smelt.models.program_network import ProgramNetwork, load_program_network
 from smelt.models.quantized import LOW_RANK_NAMES, QuantizedEmbedding, quantized_layers
 from smelt.models.quantized_network import prepare_quantized_layers, tie_layers, tied_layers
 from smelt.models.surgery import restore_shape
@@ -45,7 +46,10 @@ def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = No
     anatomy = model.anatomy
     packed = quantized_layers(network)
     write_json(folder / "config.json", shaped_config(anatomy))
-    save_file(distinct_tensors(network), folder / "model.safetensors", metadata={"format": "pt"})
+    if isinstance(network, ProgramNetwork):
+        network.save_program(folder)
+    else:
+        save_file(distinct_tensors(network), folder / "model.safetensors", metadata={"format": "pt"})
     if network.can_generate():
         network.generation_config.save_pretrained(folder)
     if model.tokenizer is not None:
@@ -60,6 +64,7 @@ def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = No
         "source": model.source,
         "history": model.history,
         "shape": anatomy.shape(),
+        **({"program": network.program} if isinstance(network, ProgramNetwork) else {}),
         **({"quantized": {path: layer.scheme.to_json() for path, layer in packed.items()}} if packed else {}),
         **({"tied": tied} if (tied := tied_layers(network)) else {}),
         **({"kv": model.kv.to_json()} if model.kv else {}),
@@ -71,6 +76,9 @@ def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = No
 def load_artifact(folder: Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> Model:
     """Load a model that `save_artifact` wrote."""
     content = read_object(folder / "smelt.json")
+    if "program" in content:
+        network = load_program_network(content["program"], folder, shaped_network(folder, content)).to(device)
+        return _loaded_model(network, folder, content)
     headers = read_headers(folder)
     outline = shaped_network(folder, content)
     for path, source in _tied(content, outline, folder).items():  # stored once
@@ -101,6 +109,16 @@ def load_artifact(folder: Path, *, dtype: torch.dtype | None = None, device: str
     generation = read_generation_config(folder)
     if generation is not None and network.can_generate():
         network.generation_config = generation
+    return _loaded_model(network, folder, content)
+
+
+def has_program(folder: Path) -> bool:
+    """Return whether a folder is an artifact that holds a program instead of weights."""
+    file = folder / "smelt.json"
+    return file.is_file() and "program" in read_object(file)
+
+
+def _loaded_model(network: PreTrainedModel, folder: Path, content: dict[str, Any]) -> Model:
     history = content.get("history")
     return Model(
         network.eval(),

@@ -15,7 +15,7 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, Repo
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from smelt.errors import ModelError, ResourceError
-from smelt.models.artifact import load_artifact, shaped_network
+from smelt.models.artifact import has_program, load_artifact, shaped_network
 from smelt.models.bundled import BUNDLED, bundled_gguf, ensure_bundled
 from smelt.models.compressed_tensors import compressed_skeleton, load_compressed
 from smelt.models.config import COMPRESSED_TENSORS, MXFP4, quant_method, read_config, read_generation_config
@@ -125,7 +125,8 @@ def source_files(spec: str | Path) -> dict[str, Path]:
     if path.is_file():
         return {path.name: path}
     texts = [file for pattern in ("*.json", "*.txt", "*.model", "*.jinja") for file in path.glob(pattern)]
-    return {file.name: file for file in sorted({*weight_files(path), *texts}) if file.is_file()}
+    weights = path.glob("*.safetensors") if has_program(path) else weight_files(path)
+    return {file.name: file for file in sorted({*weights, *texts}) if file.is_file()}
 
 
 def _fetch_from_hub(hub_id: str, patterns: list[str]) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from smelt.models.anatomy import Anatomy, anatomy_of
 from smelt.models.feature_extractor import FeatureExtractor
 from smelt.models.image_processor import FILE, ImageProcessor
 from smelt.models.kv_cache import KVCacheFormat, QuantizedKVCache
+from smelt.models.program_network import outline_of
 
 _TASK_OF_HEAD = {
     "ForCausalLM": "language",
@@ -52,7 +54,7 @@ class Model:
     def task(self) -> str:
         """The task of the head: language, classification, images, masked-language, sequence-to-sequence, speech,
         policy, or embedding (no head)."""
-        name = type(self.network).__name__
+        name = type(outline_of(self.network)).__name__
         if name.endswith("ForConditionalGeneration"):  # a vision-language model continues text like a language model
             if not self.network.config.is_encoder_decoder:
                 return "language"
@@ -61,7 +63,7 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        return next(self.network.parameters()).device
+        return next(itertools.chain(self.network.parameters(), self.network.buffers())).device
 
     def prepare_images(self, images: Sequence[Any]) -> Tensor:
         """Convert PIL images to pixel values [images, channels, height, width] on CPU."""

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from smelt.errors import ModelError
 from smelt.models.load import load
+from smelt.models.program_network import outline_of
 
 BATCH = 32  # texts per batch
 
@@ -95,6 +96,6 @@ class Encoder:
 def _positions(network: PreTrainedModel) -> int:
     """Return the maximum sequence length; some families start positions after the padding index."""
     max_positions = int(network.config.max_position_embeddings)
-    table = getattr(getattr(network, "embeddings", None), "position_embeddings", None)
+    table = getattr(getattr(outline_of(network).base_model, "embeddings", None), "position_embeddings", None)
     padding = getattr(table, "padding_idx", None)
     return max_positions if padding is None else max_positions - padding - 1

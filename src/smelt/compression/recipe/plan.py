@@ -18,7 +18,7 @@ from smelt.compression.recipe.batch import resolve_batch_size
 from smelt.compression.recipe.inputs import needs_data
 from smelt.compression.recipe.recipe import Recipe, parse_bytes
 from smelt.compression.recipe.step_checks import check_steps
-from smelt.errors import ResourceError
+from smelt.errors import ModelError, ResourceError
 from smelt.export.opens import Opener, opens_in
 from smelt.files import explain_disk_errors
 from smelt.measure.cost import (
@@ -31,7 +31,8 @@ from smelt.measure.cost import (
 )
 from smelt.measure.memory import free_disk, free_memory, resident_bytes
 from smelt.models.anatomy import Anatomy, anatomy_of
-from smelt.models.load import skeleton
+from smelt.models.artifact import has_program
+from smelt.models.load import resolve, skeleton
 from smelt.models.model import Model
 from smelt.report.numbers import size as format_size
 
@@ -94,6 +95,8 @@ def plan(source: str, recipe: Recipe, folder: str | Path = ".", *, device: str =
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ResourceError(f"there is no GPU here to plan for {device}; use --device cpu.")
     recipe = recipe.for_device(device)
+    if has_program(resolve(source, config_only=True)):
+        raise ModelError(f"{source} runs a program, which no step can change; compress what it was made from.")
     network = skeleton(source)
     anatomy = anatomy_of(network)
     reshaped = skeleton(source)

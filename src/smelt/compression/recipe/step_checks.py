@@ -23,6 +23,8 @@ def check_steps(network: PreTrainedModel, recipe: Recipe) -> None:
     undecided: Mapping[str, UndecidedWidth] = {}
     for position, step in enumerate(recipe.steps):
         try:
+            if position and recipe.steps[position - 1].last:
+                raise RecipeError(f"no step can follow {recipe.steps[position - 1].name}; make it the last one.")
             _check_undecided(step, undecided)
             step.check(anatomy_of(network))
             undecided = step.reshape(anatomy_of(network), undecided)

@@ -51,6 +51,25 @@ def embedding(ids: Tensor, *, table: Tensor) -> Tensor:
     return F.embedding(ids.to(torch.int64), table)
 
 
+def positions(ids: Tensor, *, padding_index: int) -> Tensor:
+    """Return the position of every token [batch, tokens]: 0, 1, ...; with a padding index (not -1) as in RoBERTa, where
+    padding tokens have that index and the others count on from it."""
+    if padding_index < 0:
+        return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    visible = (ids != padding_index).to(torch.int64)
+    return visible.cumsum(1) * visible + padding_index
+
+
+def relative_bias(x: Tensor, *, table: Tensor) -> Tensor:
+    """Add to scores [batch, heads, queries, keys] a bias per head and distance: table [heads, 2 * length - 1].
+
+    The column of distance zero is `length - 1`; keys after the query are to its right.
+    """
+    queries, keys = x.shape[-2:]
+    distances = torch.arange(keys, device=x.device) - torch.arange(queries, device=x.device)[:, None]
+    return x.to(torch.int64) + table[:, distances + table.shape[1] // 2].to(torch.int64)
+
+
 # --- Elementwise operators. ---
 
 
@@ -195,6 +214,7 @@ def slice_(x: Tensor, *, axis: int, start: int, stop: int) -> Tensor:
 
 OPERATORS: dict[str, Callable[..., Tensor]] = {
     "linear": linear, "matmul": matmul, "conv1d": conv1d, "conv2d": conv2d, "embedding": embedding,
+    "positions": positions, "relative_bias": relative_bias,
     "requantize": requantize, "add": add, "gelu": gelu, "tanh": tanh, "table": table,
     "softmax": softmax, "layer_norm": layer_norm, "rms_norm": rms_norm, "sqrt": sqrt,
     "softmax_table": softmax_table, "layer_norm_table": layer_norm_table, "rms_norm_table": rms_norm_table,

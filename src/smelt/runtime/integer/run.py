@@ -35,7 +35,7 @@ class Interpreter:
         self.check_ranges = check_ranges
         self._program = _fused_program(graph, backend) if backend in FUSED_BACKENDS else None
         functions = BACKENDS.get(backend, OPERATORS)
-        self._functions = [functions.get(node.op, OPERATORS[node.op]) for node in graph.nodes]
+        self.functions = [functions.get(node.op, OPERATORS[node.op]) for node in graph.nodes]
         self._released = _last_uses(graph)
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -51,7 +51,7 @@ class Interpreter:
     def trace(self, inputs: Mapping[str, Tensor]) -> Iterator[tuple[Node, Tensor]]:
         """Yield every node with the tensor it produces, in order; a tensor is released after its last use."""
         values = {name: self._input(name, inputs) for name in self.graph.inputs}
-        for index, (node, function) in enumerate(zip(self.graph.nodes, self._functions, strict=True)):
+        for index, (node, function) in enumerate(zip(self.graph.nodes, self.functions, strict=True)):
             arguments = [values[name] for name in node.inputs]
             values[node.output] = self._result(node, function(*arguments, **node.constants, **node.attributes))
             yield node, values[node.output]
@@ -83,6 +83,14 @@ def _fused_program(graph: IntegerGraph, backend: str) -> FusedProgram:
         needed = "a C++ compiler" if backend == "cpu" else "a CUDA device and Triton"
         raise ModelError(f"The backend {backend!r} for integer graphs needs {needed}; use the reference.")
     return FusedProgram(graph, kernels)
+
+
+def token_inputs(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Add what a batch of tokens lacks: an attention mask that attends to all tokens, token types of zero."""
+    tokens = inputs.get("input_ids")
+    if tokens is None:
+        return dict(inputs)
+    return {"attention_mask": torch.ones_like(tokens), "token_type_ids": torch.zeros_like(tokens), **inputs}
 
 
 def _last_uses(graph: IntegerGraph) -> list[list[str]]:
