@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from common import table, write
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from smelt.train.fp8.gemm_flops import count_gemm_flops
@@ -68,6 +69,7 @@ def main() -> None:
             64,
         )
         options.steps = options.rounds = 1
+    torch._dynamo.config.recompile_limit = 100  # rows and shapes share the code of a layer; beyond it all are eager
     rows: list[Row] = []
     for shape in options.shapes:
         rows += measure_shape(shape, options)
@@ -122,11 +124,13 @@ def prepare(shape: str, precision: str, mode: str, options: argparse.Namespace) 
         training.after_step()
 
     flops = count_gemm_flops(step)
+    before = counters["stats"]["unique_graphs"]
     if mode == "compiled":
         for layer in network.model.layers:
-            layer.compile()
+            layer.compile(dynamic=False)
     for _ in range(1 if options.smoke else 4):  # compiles; delayed scaling twice, as it has a history from step 2 on
         step()
+    assert mode == "eager" or counters["stats"]["unique_graphs"] > before, "torch.compile has given up"
     memory = activation_bytes(step) if options.device == "cuda" else None
     native = precision != "bf16" and has_native_gemm(precision, device)
     row = {"shape": shape, "precision": precision, "mode": mode, "native": native, "seconds": [], **flops}

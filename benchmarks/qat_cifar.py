@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=30)
     parser.add_argument("--images", type=int, default=50_000, help="of the training set")
     parser.add_argument("--bits", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--compile", action="store_true", help="train by torch.compile")
     parser.add_argument("--resume", action="store_true", help="keep the rows of the results file")
     options = parser.parse_args()
     if options.cells is not None:
@@ -76,7 +77,7 @@ def main() -> None:
             if (name, bits, seed) not in done
         ]  # fmt: skip
         flags = ["--device", options.device, "--epochs", str(options.epochs), "--images", str(options.images)]
-        flags += ["--folder", str(options.folder)]
+        flags += ["--folder", str(options.folder)] + ["--compile"] * options.compile
         if key(dense) not in done:
             rows += run_cells(__file__, [[dense]], 1, flags)
         for row in run_cells(__file__, [[cell] for cell in cells], options.jobs, flags):
@@ -127,7 +128,8 @@ def settings(row: str, bits: int, options: argparse.Namespace) -> Row:
         else {**weights, "bits": bits}
     )
     optimizer = {"name": "sgd", "lr": LR, "momentum": 0.9, "weight_decay": WEIGHT_DECAY}
-    training = {"epochs": options.epochs, "batch_size": BATCH_SIZE, "optimizer": optimizer, "augment": True}
+    training = {"epochs": options.epochs, "batch_size": BATCH_SIZE, "optimizer": optimizer, "augment": True,
+                "compile": options.compile}  # fmt: skip
     return {**step, "weights": weights, "inputs": inputs, **training, "exclude": ["shortcut"], "max_grad_norm": None}
 
 
@@ -139,7 +141,7 @@ def train_dense(model: Model, batch: dict[str, Tensor], options: argparse.Namesp
         model="dense", task="images", batch_size=BATCH_SIZE, steps=int(options.epochs * len(train)) // BATCH_SIZE + 1,
         optimizer=OptimizerConfig("sgd", lr=LR, momentum=0.9, weight_decay=WEIGHT_DECAY), schedule=ScheduleConfig(),
         gradients="none", evaluate=EvaluateConfig(samples=100_000), checkpoint=CheckpointConfig(every=None),
-        device=device.type,
+        device=device.type, compile=options.compile,
     )  # fmt: skip
     task = TrainingTask(Student(model.network, (Labels(),), None), train, validation, True, saves_model=False)
     with tempfile.TemporaryDirectory() as folder, process_group(device):

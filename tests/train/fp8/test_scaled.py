@@ -300,6 +300,21 @@ def test_compiled_steps_equal_eager_ones(scaling: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scaling", SCALINGS)
+def test_compiled_steps_are_close_to_eager_ones_on_a_gpu(scaling: str) -> None:
+    gradients: list[list[Tensor]] = []
+    for compiled in (False, True):
+        network = Network().to("cuda")
+        convert_to_float8_training(network, Fp8Settings(scaling))
+        if compiled:
+            network.compile(fullgraph=True, dynamic=False)
+        train_step(network, tokens(256).to("cuda"))
+        gradients.append([p.grad for p in network.parameters() if p.grad is not None])
+    for actual, expected in zip(*reversed(gradients), strict=True):
+        assert float((actual - expected).norm() / expected.norm()) < 0.06
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaling", SCALINGS)
 def test_a_gpu_multiplies_as_the_emulation(scaling: str) -> None:
     recipe, device = RECIPES[scaling], torch.device("cuda", 0)
     if not recipe.min_capability <= torch.cuda.get_device_capability(device) <= recipe.max_capability:

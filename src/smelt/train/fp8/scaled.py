@@ -250,7 +250,9 @@ class ScaledGemm(LowPrecisionGemm):
 
 
 class Float8Training(LowPrecisionTraining):
-    """A network with FP8 layers."""
+    """A network with FP8 layers, whose products the device computes itself if `native`."""
+
+    native = False
 
     def _delayed(self) -> list[Any]:
         gemms: list[Any] = [layer.gemm for layer in self.converted.values()]
@@ -304,6 +306,7 @@ def convert_to_float8_training(network: nn.Module, settings: Fp8Settings) -> Flo
             f"no layer of this network can multiply in FP8 ({_summary(training.kept)}); use bf16, or set "
             "fp8.convolutions for a network of convolutions."
         )
+    training.native = native
     if not native:
         logger.warning(
             "%s has no FP8 GEMM for %s scaling here: FP8 is emulated, which is slower than bf16", device.type,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,6 +15,8 @@ from smelt.train.fp8.layers import LowPrecisionTraining
 from smelt.train.fp8.optimizer import Fp16AdamW, Fp16Rounding, Fp16SGD
 from smelt.train.fp8.scaled import convert_to_float8_training
 from smelt.train.trainer.config import FP8, FP8_CHUNKED, ScheduleConfig, TrainConfig
+
+logger = logging.getLogger(__name__)
 
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, FP8: torch.bfloat16}
 _NEVER = 2**31 - 1  # steps
@@ -78,7 +81,12 @@ def grad_scaler_for(config: TrainConfig, device: torch.device) -> torch.amp.Grad
 def convert_layers(network: nn.Module, config: TrainConfig) -> LowPrecisionTraining:
     """Let the layers of a network multiply in FP8 if the precision says so."""
     if config.precision == FP8:
-        return convert_to_float8_training(network, config.fp8)
+        training = convert_to_float8_training(network, config.fp8)
+        if training.native and not config.compile:
+            logger.warning(
+                "FP8 is slower than bf16 in eager mode: casts are many small kernels; set compile: true"
+            )
+        return training
     if config.precision == FP8_CHUNKED:
         return convert_to_chunked_training(network, config.fp8_chunked)
     return LowPrecisionTraining()
