@@ -83,9 +83,7 @@ def convert_layers(network: nn.Module, config: TrainConfig) -> LowPrecisionTrain
     if config.precision == FP8:
         training = convert_to_float8_training(network, config.fp8)
         if training.native and not config.compile:
-            logger.warning(
-                "FP8 is slower than bf16 in eager mode: casts are many small kernels; set compile: true"
-            )
+            logger.warning("FP8 is slower than bf16 in eager mode: casts are many small kernels; set compile: true")
         return training
     if config.precision == FP8_CHUNKED:
         return convert_to_chunked_training(network, config.fp8_chunked)
