@@ -38,6 +38,7 @@ _POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 class _Requantize(ctypes.Structure):
     _fields_ = [
         ("multiplier", _POINTER), ("shift", _POINTER), ("channels", _INT64), ("minimum", _INT32), ("maximum", _INT32),
+        ("is_high", _INT32),
     ]  # fmt: skip
 
 
@@ -332,7 +333,12 @@ def _native_step(step: Step, tensors: list[Tensor]) -> _Step:
     if requantize is not None:
         multiplier, shift = torch.broadcast_tensors(requantize.multiplier.flatten(), requantize.shift.flatten())
         native.requantize = _Requantize(
-            pointer(multiplier), pointer(shift), multiplier.numel(), requantize.minimum, requantize.maximum
+            pointer(multiplier),
+            pointer(shift),
+            multiplier.numel(),
+            requantize.minimum,
+            requantize.maximum,
+            bool((shift >= 32).all()),
         )
     if isinstance(step, Gelu):
         native.q_b, native.q_c, native.q_one, native.shift = step.q_b, step.q_c, step.q_one, step.shift

@@ -5,10 +5,18 @@
 
 namespace {
 
-constexpr int64_t NORM_ROWS = 8;  // rows whose values stay in the L1 cache
+constexpr int64_t NORM_ROWS = 4, MAP_CHANNELS = 1024;  // rows and channels whose values stay in the L1 cache
 
 int64_t size_of(IntType type) {
     return type == INT32 ? 4 : type == INT16 ? 2 : 1;
+}
+
+void load_tile(const void* x, IntType type, int64_t stride, const Tile& tile) {
+    for (int64_t t = 0; t < tile.rows; ++t)
+        for_blocks(tile.channels, [&](int64_t c, int64_t lanes) {
+            const int64_t index = (tile.row + t) * stride + tile.channel + c;
+            store(load_ints(x, type, index, lanes), tile.values + t * tile.stride + c);
+        });
 }
 
 Output at_row(Output out, int64_t element) {
@@ -128,9 +136,10 @@ extern "C" void smelt_integer_linear(const IntegerLinear* task, int threads) {
         const int64_t row = index / splits * ROW_BLOCK, rows = std::min(task->rows - row, ROW_BLOCK), split = index % splits;
         int8_t* tiles = scratch.get<int8_t>(round_up(rows, TILE) * weight.padded());
         pack_tokens(task->x + row * task->x_stride, task->x_stride, rows, weight.columns, tiles);
-        const int64_t first = panels * split / splits * PANEL, last = panels * (split + 1) / splits * PANEL;
-        multiply_panels(weight, tiles, rows, task->bias, first, last, [&](int64_t channel, int32_t* sums) {
-            store_strip(task->out, sums, PANEL, row, rows, channel, weight.channels - channel);
+        const int64_t first = panels * split / splits * PANEL;
+        const int64_t last = std::min(panels * (split + 1) / splits * PANEL, weight.channels);
+        multiply_panels(weight, tiles, rows, task->bias, first, last, [&](int32_t* sums, int64_t channel, int64_t count) {
+            store_tile(task->out, {sums, STRIP, row, rows, channel, count});
         });
     }
 }
@@ -151,8 +160,8 @@ extern "C" void smelt_integer_matmul(const IntegerMatmul* task, int threads) {
         for (int64_t row = first; row < std::min(first + block_rows, task->rows); row += ROW_BLOCK) {
             const int64_t rows = std::min(task->rows - row, ROW_BLOCK);
             pack_tokens(a + row * task->a.row, task->a.row, rows, task->columns, tiles);
-            multiply_panels(b, tiles, rows, nullptr, 0, task->channels, [&](int64_t channel, int32_t* sums) {
-                store_strip(out, sums, PANEL, row, rows, channel, task->channels - channel);
+            multiply_panels(b, tiles, rows, nullptr, 0, task->channels, [&](int32_t* sums, int64_t channel, int64_t count) {
+                store_tile(out, {sums, STRIP, row, rows, channel, count});
             });
         }
     }
@@ -178,20 +187,20 @@ extern "C" void smelt_integer_attention(const IntegerAttention* task, int thread
             const int64_t rows = std::min(task->queries - row, ROW_BLOCK);
             const int8_t* queries = task->query.at(head, inner) + row * task->query.row;
             pack_tokens(queries, task->query.row, rows, task->head_dim, tiles);
-            multiply_panels(keys, tiles, rows, nullptr, 0, task->keys, [&](int64_t key, int32_t* sums) {
-                store_strip({task->score_steps, scores, stride, INT32}, sums, PANEL, 0, rows, key, PANEL);
+            multiply_panels(keys, tiles, rows, nullptr, 0, task->keys, [&](int32_t* sums, int64_t key, int64_t count) {
+                store_tile({task->score_steps, scores, stride, INT32}, {sums, STRIP, 0, rows, key, count});
             });
             for (int64_t t = 0; t < rows; ++t) {
                 const int64_t mask_row = (head * task->queries + row + t) / task->rows_per_mask;
                 int32_t* row_scores = scores + t * stride;
-                softmax_row(task->softmax, row_scores, task->mask + mask_row * stride, task->keys, [&](Rescale rescale) {
+                softmax_row(task->softmax, row_scores, task->mask + mask_row * stride, task->keys, [&](auto rescale) {
                     for (int64_t k = 0; k < task->keys; k += LANES)
                         store_ints(rescale(load(row_scores + k)), probabilities + t * stride, INT8, k, LANES);
                 });
             }
             pack_tokens(probabilities, stride, rows, task->keys, tiles);
-            multiply_panels(values, tiles, rows, nullptr, 0, task->head_dim, [&](int64_t channel, int32_t* sums) {
-                store_strip(out, sums, PANEL, row, rows, channel, task->head_dim - channel);
+            multiply_panels(values, tiles, rows, nullptr, 0, task->head_dim, [&](int32_t* sums, int64_t channel, int64_t count) {
+                store_tile(out, {sums, STRIP, row, rows, channel, count});
             });
         }
     }
@@ -205,10 +214,10 @@ extern "C" void smelt_integer_softmax(const IntegerSoftmax* task, int threads) {
         int32_t* values = scratch.get<int32_t>(padded);
         for_blocks(task->length, [&](int64_t k, int64_t lanes) {
             store(load_ints(task->x, task->type, row * task->length + k, lanes), values + k);
-            apply_steps(task->steps, values + k, padded, row, 1, k, lanes);
         });
+        apply_steps(task->steps, {values, padded, row, 1, 0, task->length});
         const uint8_t* mask = task->mask + row / task->rows_per_mask * padded;
-        softmax_row(task->softmax, values, mask, task->length, [&](Rescale rescale) {
+        softmax_row(task->softmax, values, mask, task->length, [&](auto rescale) {
             for_blocks(task->length, [&](int64_t k, int64_t lanes) {
                 store_ints(rescale(load(values + k)), task->out.data, task->out.type, row * task->out.stride + k, lanes);
             });
@@ -223,21 +232,16 @@ extern "C" void smelt_integer_norm(const IntegerNorm* task, int threads) {
         static thread_local Scratch scratch, copy;
         const int64_t rows = std::min(task->rows - row, NORM_ROWS);
         int32_t* values = scratch.get<int32_t>(NORM_ROWS * padded);
-        for_blocks(length, [&](int64_t k, int64_t lanes) {
-            for (int64_t t = 0; t < rows; ++t)
-                store(load_ints(task->x, task->type, (row + t) * length + k, lanes), values + t * padded + k);
-            apply_steps(task->steps, values + k, padded, row, rows, k, lanes);
-        });
+        load_tile(task->x, task->type, length, {values, padded, row, rows, 0, length});
+        apply_steps(task->steps, {values, padded, row, rows, 0, length});
         for (int64_t t = 0; t < rows; ++t) normalize_row(task->norm, values + t * padded);
         for (int64_t i = 0; i < task->outputs; ++i) {
-            int32_t* strips = values;
-            if (i + 1 < task->outputs) {  // steps are in place
-                strips = copy.get<int32_t>(NORM_ROWS * padded);
-                std::memcpy(strips, values, rows * padded * sizeof(int32_t));
+            int32_t* tile = values;
+            if (i + 1 < task->outputs && task->out[i].steps.count > 1) {  // steps before the last are in place
+                tile = copy.get<int32_t>(NORM_ROWS * padded);
+                std::memcpy(tile, values, rows * padded * sizeof(int32_t));
             }
-            for_blocks(length, [&](int64_t k, int64_t lanes) {
-                store_strip(task->out[i], strips + k, padded, row, rows, k, lanes);
-            });
+            store_tile(task->out[i], {tile, padded, row, rows, 0, length});
         }
     }
 }
@@ -245,12 +249,12 @@ extern "C" void smelt_integer_norm(const IntegerNorm* task, int threads) {
 extern "C" void smelt_integer_map(const IntegerMap* task, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = 0; row < task->rows; row += ROW_BLOCK) {
-        const int64_t rows = std::min(task->rows - row, ROW_BLOCK);
-        alignas(64) int32_t values[ROW_BLOCK * LANES];
-        for_blocks(task->channels, [&](int64_t channel, int64_t lanes) {
-            for (int64_t t = 0; t < rows; ++t)
-                store(load_ints(task->x, task->type, (row + t) * task->channels + channel, lanes), values + t * LANES);
-            store_strip(task->out, values, LANES, row, rows, channel, lanes);
-        });
+        alignas(64) int32_t values[MAP_CHANNELS];
+        for (int64_t t = row; t < std::min(row + ROW_BLOCK, task->rows); ++t)
+            for (int64_t channel = 0; channel < task->channels; channel += MAP_CHANNELS) {
+                const Tile tile{values, MAP_CHANNELS, t, 1, channel, std::min(task->channels - channel, MAP_CHANNELS)};
+                load_tile(task->x, task->type, task->channels, tile);
+                store_tile(task->out, tile);
+            }
     }
 }

@@ -11,6 +11,7 @@ constexpr int PANEL = LANES;             // output channels of a panel
 constexpr int DEPTH = 16;                // columns are padded to a multiple of it
 constexpr int TILE = PARTS == 1 ? 8 : 4; // tokens multiplied at once, limited by the number of registers
 constexpr int64_t ROW_BLOCK = 64;        // tokens whose activations stay in cache
+constexpr int64_t STRIP = 64;            // channels finished at once: a cache line of int8 results
 constexpr int ACTIVATION_OFFSET = SIGNED_WEIGHTS ? 0 : 128;
 #ifdef __ARM_FEATURE_MATMUL_INT8
 constexpr int GROUP = 8;  // SMMLA: two tokens by two channels, eight columns each
@@ -85,9 +86,9 @@ inline void pack_tokens(const int8_t* x, int64_t stride, int64_t tokens, int64_t
     }
 }
 
-// Multiply the tokens of a tile with a panel: sums [TILE, PANEL], beginning at start [PANEL].
+// Multiply the tokens of a tile with a panel: sums [TILE, stride], beginning at start [PANEL].
 inline void multiply_tile(
-    const int8_t* x, const int8_t* w, int64_t padded, const int32_t* start, int32_t* sums) {
+    const int8_t* x, const int8_t* w, int64_t padded, const int32_t* start, int32_t* sums, int64_t stride) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
     static_assert(TILE == 4, "two pairs of tokens");
     int32x4_t sum[2][8];
@@ -114,8 +115,8 @@ inline void multiply_tile(
     unroll<2>([&](auto t) SMELT_INLINE {
         unroll<4>([&](auto c) SMELT_INLINE {
             const int64x2_t low = vreinterpretq_s64_s32(sum[t][2 * c]), high = vreinterpretq_s64_s32(sum[t][2 * c + 1]);
-            vst1q_s32(sums + 2 * t * PANEL + 4 * c, vreinterpretq_s32_s64(vzip1q_s64(low, high)));
-            vst1q_s32(sums + (2 * t + 1) * PANEL + 4 * c, vreinterpretq_s32_s64(vzip2q_s64(low, high)));
+            vst1q_s32(sums + 2 * t * stride + 4 * c, vreinterpretq_s32_s64(vzip1q_s64(low, high)));
+            vst1q_s32(sums + (2 * t + 1) * stride + 4 * c, vreinterpretq_s32_s64(vzip2q_s64(low, high)));
         });
     });
 #elif defined(__ARM_FEATURE_DOTPROD)
@@ -136,7 +137,9 @@ inline void multiply_tile(
             w += PANEL * GROUP;
         });
     }
-    unroll<TILE * PARTS>([&](auto i) SMELT_INLINE { vst1q_s32(sums + i * PART_LANES, sum[i / PARTS][i % PARTS]); });
+    unroll<TILE * PARTS>([&](auto i) SMELT_INLINE {
+        vst1q_s32(sums + i / PARTS * stride + i % PARTS * PART_LANES, sum[i / PARTS][i % PARTS]);
+    });
 #else
     I32x16 sum[TILE];
     unroll<TILE>([&](auto t) SMELT_INLINE { sum[t] = load(start); });
@@ -153,26 +156,30 @@ inline void multiply_tile(
             });
         }
     }
-    unroll<TILE>([&](auto t) SMELT_INLINE { store(sum[t], sums + t * PANEL); });
+    unroll<TILE>([&](auto t) SMELT_INLINE { store(sum[t], sums + t * stride); });
 #endif
 }
 
-// Multiply tokens, in tiles, with the panels from `first` up to `last`. `finish(channel, sums)` takes the sums
-// [tokens, PANEL] of a panel, its first channel being `channel`; bias [channels] may be null.
+// Multiply `tokens` tokens, in tiles, with the channels from `first` up to `last`, a multiple of PANEL unless it is the
+// last. `finish(sums, channel, count)` takes the sums [tokens, STRIP] of `count` channels; bias [channels] may be null.
 template <class Finish>
 inline void multiply_panels(
     const PackedPanels& weights, const int8_t* tiles, int64_t tokens, const int32_t* bias, int64_t first, int64_t last,
     Finish finish) {
     static thread_local Scratch buffer;
     const int64_t padded = weights.padded();
-    int32_t* sums = buffer.get<int32_t>(round_up(tokens, TILE) * PANEL);
-    for (int64_t channel = first; channel < last; channel += PANEL) {
-        alignas(64) int32_t start[PANEL];
-        std::memcpy(start, weights.offset + channel, sizeof(start));
-        for (int64_t c = 0; bias && c < std::min<int64_t>(weights.channels - channel, PANEL); ++c)
-            start[c] = int32_t(uint32_t(start[c]) + uint32_t(bias[channel + c]));  // sums are modulo 2^32
-        for (int64_t t = 0; t < tokens; t += TILE)
-            multiply_tile(tiles + t * padded, weights.panel(channel), padded, start, sums + t * PANEL);
-        finish(channel, sums);
+    int32_t* sums = buffer.get<int32_t>(round_up(tokens, TILE) * STRIP);
+    for (int64_t strip = first; strip < last; strip += STRIP) {
+        const int64_t count = std::min(last - strip, STRIP);
+        for (int64_t channel = strip; channel < strip + count; channel += PANEL) {
+            alignas(64) int32_t start[PANEL];
+            std::memcpy(start, weights.offset + channel, sizeof(start));
+            for (int64_t c = 0; bias && c < std::min<int64_t>(last - channel, PANEL); ++c)
+                start[c] = int32_t(uint32_t(start[c]) + uint32_t(bias[channel + c]));  // sums are modulo 2^32
+            for (int64_t t = 0; t < tokens; t += TILE)
+                multiply_tile(
+                    tiles + t * padded, weights.panel(channel), padded, start, sums + t * STRIP + channel - strip, STRIP);
+        }
+        finish(sums, strip, count);
     }
 }

@@ -93,12 +93,11 @@ inline void softmax_row(const Softmax& s, int32_t* x, const uint8_t* mask, int64
     }
     const int64_t factor = (s.levels << s.reciprocal_bits) / std::max<int64_t>(sum, 1);
     if (factor <= INT32_MAX) {
-        write(Rescale(int32_t(factor), s.reciprocal_bits));
-        return;
+        return with_rescale(int32_t(factor), s.reciprocal_bits, write);
     }
     for (int64_t k = 0; k < length; ++k)
         x[k] = int32_t((x[k] * factor + (int64_t(1) << (s.reciprocal_bits - 1))) >> s.reciprocal_bits);
-    write(Rescale(1, 0));
+    write([](I32x16 x) { return x; });
 }
 
 struct Norm {                      // same layout as in integer.py
@@ -151,14 +150,14 @@ inline void normalize_row(const Norm& norm, int32_t* values) {
     const int64_t root = floor_sqrt(squares + norm.epsilon) << norm.shift;
     const int64_t factor = (int64_t(1) << norm.reciprocal_bits) / std::max<int64_t>(root, 1);
     if (narrow && factor <= INT32_MAX) {
-        const Rescale rescale(int32_t(factor), int32_t(half_excess + 1));
         const I32x16 center = broadcast(int32_t(mean));
-        for_blocks(length, [&](int64_t k, int64_t lanes) SMELT_INLINE {
-            I32x16 result = rescale(load(values + k) - center) * load_ints(norm.weight, INT32, k, lanes);
-            if (norm.bias) result = result + load_ints(norm.bias, INT32, k, lanes);
-            store(result, values + k);
+        return with_rescale(int32_t(factor), int32_t(half_excess + 1), [&](auto rescale) SMELT_INLINE {
+            for_blocks(length, [&](int64_t k, int64_t lanes) SMELT_INLINE {
+                I32x16 result = rescale(load(values + k) - center) * load_ints(norm.weight, INT32, k, lanes);
+                if (norm.bias) result = result + load_ints(norm.bias, INT32, k, lanes);
+                store(result, values + k);
+            });
         });
-        return;
     }
     for (int64_t k = 0; k < length; ++k) {
         const int64_t product = (values[k] - mean) * factor + (int64_t(1) << half_excess);

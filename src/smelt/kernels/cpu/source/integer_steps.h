@@ -1,6 +1,7 @@
 // Elementwise steps that follow a sum in an integer-only network: requantization, i-GELU, tables, residual sums.
 //
-// Values are int32 between two steps, as conversion has proved. A strip is 16 channels of some rows.
+// Values are int32 between two steps, as conversion has proved. A tile is some channels of some rows; its rows are padded
+// to 16 channels.
 #pragma once
 
 #include "requantize.h"
@@ -24,88 +25,110 @@ struct Steps {
     int64_t count;
 };
 
-// x * ((erf >> shift) + q_one), erf = sign(x) * (q_c - (q_b - min(|x|, q_b))^2).
-struct Gelu {
-    const Step& step;
-    bool narrow;  // erf fits int32
+// x * ((erf >> shift) + q_one), erf = sign(x) * (q_c - (q_b - min(|x|, q_b))^2), where erf fits int32.
+struct NarrowGelu {
+    int32_t q_b, q_c, q_one, shift;
 
-    explicit Gelu(const Step& s) : step(s) {
+    static bool fits(const Step& s) {
         const int64_t limit = int64_t(1) << 31;
-        narrow = s.q_b <= 46340 && s.q_c < limit && s.q_c - s.q_b * s.q_b > -limit && s.shift < 32;
+        return s.q_b <= 46340 && s.q_c < limit && s.q_c - s.q_b * s.q_b > -limit && s.shift < 32;
     }
 
-    HWY_INLINE I32x16 operator()(I32x16 x, int64_t) const {
-        if (HWY_LIKELY(narrow)) {
-            return for_parts<int32_t>([&](auto p) SMELT_INLINE {
-                const Tag<int32_t> tag;
-                const Tag<uint32_t> bits;
-                const auto v = x.part[p];
-                const auto q_b = hn::Set(bits, uint32_t(step.q_b)), size = hn::BitCast(bits, hn::Abs(v));  // 2^31 too
-                const auto distance = hn::BitCast(tag, hn::Sub(q_b, hn::Min(size, q_b)));
-                auto erf = hn::Sub(hn::Set(tag, int32_t(step.q_c)), hn::Mul(distance, distance));
-                const auto sign = hn::BroadcastSignBit(v);
-                erf = hn::IfThenZeroElse(hn::Eq(v, hn::Zero(tag)), hn::Sub(hn::Xor(erf, sign), sign));
-                return hn::Mul(v, hn::Add(hn::ShiftRightSame(erf, step.shift), hn::Set(tag, int32_t(step.q_one))));
-            });
-        }
-        int32_t values[LANES];
-        store(x, values);
-        for (int i = 0; i < LANES; ++i) {
-            const int64_t v = values[i], size = std::min(v < 0 ? -v : v, step.q_b), distance = step.q_b - size;
-            const int64_t erf = ((v > 0) - (v < 0)) * (step.q_c - distance * distance);
-            values[i] = int32_t(uint64_t(v) * uint64_t((erf >> step.shift) + step.q_one));
-        }
-        return load(values);
-    }
-};
-
-// slopes[k] * x + intercepts[k], k the number of breakpoints <= x; modulo 2^32, as the result fits.
-struct PiecewiseLinear {
-    const Step& step;
-
-    HWY_INLINE I32x16 operator()(I32x16 x, int64_t) const {
+    HWY_INLINE I32x16 operator()(I32x16 x) const {
         return for_parts<int32_t>([&](auto p) SMELT_INLINE {
             const Tag<int32_t> tag;
-            auto slope = hn::Set(tag, step.slopes[0]), intercept = hn::Set(tag, step.intercepts[0]);
-            for (int64_t k = 0; k < step.entries; ++k) {
-                const auto reached = hn::Ge(x.part[p], hn::Set(tag, step.breakpoints[k]));
-                slope = hn::IfThenElse(reached, hn::Set(tag, step.slopes[k + 1]), slope);
-                intercept = hn::IfThenElse(reached, hn::Set(tag, step.intercepts[k + 1]), intercept);
-            }
-            return hn::Add(hn::Mul(slope, x.part[p]), intercept);
+            const Tag<uint32_t> bits;
+            const auto v = x.part[p];
+            const auto limit = hn::Set(bits, uint32_t(q_b)), size = hn::BitCast(bits, hn::Abs(v));  // 2^31 included
+            const auto distance = hn::BitCast(tag, hn::Sub(limit, hn::Min(size, limit)));
+            auto erf = hn::Sub(hn::Set(tag, q_c), hn::Mul(distance, distance));
+            const auto sign = hn::BroadcastSignBit(v);
+            // The sign of zero does not matter: the result is a multiple of x.
+            erf = hn::ShiftRightSame(hn::Sub(hn::Xor(erf, sign), sign), shift);
+            return hn::Mul(v, hn::Add(erf, hn::Set(tag, q_one)));
         });
     }
 };
 
-// Call `run` with the function of a step: op(values, row) of 16 channels.
-template <class Run>
-HWY_INLINE void with_step(const Step& step, int64_t channel, int64_t lanes, Run run) {
-    switch (step.kind) {
-        case REQUANTIZE: {
-            const Rescale rescale(step.requantize, channel, lanes);
-            return run([&](I32x16 x, int64_t) SMELT_INLINE { return rescale(x); });
+// The same in 64 bits.
+inline I32x16 wide_gelu(const Step& step, I32x16 x) {
+    int32_t values[LANES];
+    store(x, values);
+    for (int i = 0; i < LANES; ++i) {
+        const int64_t v = values[i], size = std::min(v < 0 ? -v : v, step.q_b), distance = step.q_b - size;
+        const int64_t erf = (v < 0 ? -1 : 1) * (step.q_c - distance * distance);
+        values[i] = int32_t(uint64_t(v) * uint64_t((erf >> step.shift) + step.q_one));
+    }
+    return load(values);
+}
+
+// slopes[k] * x + intercepts[k], k the number of breakpoints <= x; modulo 2^32, as the result fits.
+inline I32x16 piecewise_linear(const Step& step, I32x16 x) {
+    return for_parts<int32_t>([&](auto p) SMELT_INLINE {
+        const Tag<int32_t> tag;
+        auto slope = hn::Set(tag, step.slopes[0]), intercept = hn::Set(tag, step.intercepts[0]);
+        for (int64_t k = 0; k < step.entries; ++k) {
+            const auto reached = hn::Ge(x.part[p], hn::Set(tag, step.breakpoints[k]));
+            slope = hn::IfThenElse(reached, hn::Set(tag, step.slopes[k + 1]), slope);
+            intercept = hn::IfThenElse(reached, hn::Set(tag, step.intercepts[k + 1]), intercept);
         }
-        case GELU: return run(Gelu(step));
-        case PIECEWISE_LINEAR: return run(PiecewiseLinear{step});
+        return hn::Add(hn::Mul(slope, x.part[p]), intercept);
+    });
+}
+
+// Call `run` with the function of a step: op(values, row, channel, lanes) of 16 channels.
+template <class Run>
+HWY_INLINE void with_step(const Step& step, Run run) {
+    switch (step.kind) {
+        case REQUANTIZE:
+            return with_rescale(step.requantize, [&](auto rescale) SMELT_INLINE {
+                run([=](I32x16 x, int64_t, int64_t channel, int64_t lanes) mutable SMELT_INLINE {
+                    return rescale(x, channel, lanes);
+                });
+            });
+        case GELU: {
+            if (!NarrowGelu::fits(step))
+                return run([&](I32x16 x, int64_t, int64_t, int64_t) { return wide_gelu(step, x); });
+            const NarrowGelu gelu{int32_t(step.q_b), int32_t(step.q_c), int32_t(step.q_one), step.shift};
+            return run([=](I32x16 x, int64_t, int64_t, int64_t) SMELT_INLINE { return gelu(x); });
+        }
+        case PIECEWISE_LINEAR:
+            return run([&](I32x16 x, int64_t, int64_t, int64_t) { return piecewise_linear(step, x); });
         case ADD: {
-            auto other = [&](int64_t row) SMELT_INLINE {
-                const int64_t index = row % step.other_rows * step.other_stride + channel;
+            auto other = [&](int64_t row, int64_t channel, int64_t lanes) SMELT_INLINE {
+                const int64_t index = (row < step.other_rows ? row : row % step.other_rows) * step.other_stride + channel;
                 return load_ints(step.other, step.other_type, index, lanes);
             };
             if (!step.requantize.multiplier)
-                return run([&](I32x16 x, int64_t row) SMELT_INLINE { return x + other(row); });
-            const Rescale rescale(step.requantize, channel, lanes);
-            return run([&](I32x16 x, int64_t row) SMELT_INLINE { return x + rescale(other(row)); });
+                return run([&](I32x16 x, int64_t row, int64_t channel, int64_t lanes) SMELT_INLINE {
+                    return x + other(row, channel, lanes);
+                });
+            return with_rescale(step.requantize, [&](auto rescale) SMELT_INLINE {
+                run([=](I32x16 x, int64_t row, int64_t channel, int64_t lanes) mutable SMELT_INLINE {
+                    return x + rescale(other(row, channel, lanes), channel, lanes);
+                });
+            });
         }
     }
 }
 
-// Apply steps to a strip of `rows` rows from `row` on: values [rows, stride], in place.
-inline void apply_steps(
-    Steps steps, int32_t* values, int64_t stride, int64_t row, int64_t rows, int64_t channel, int64_t lanes) {
+struct Tile {
+    int32_t* values;  // [rows, stride]
+    int64_t stride;
+    int64_t row, rows;          // first row, number of rows
+    int64_t channel, channels;  // first channel, number of channels
+};
+
+// Apply steps to a tile, in place.
+inline void apply_steps(Steps steps, const Tile& tile) {
     for (int64_t i = 0; i < steps.count; ++i)
-        with_step(steps.first[i], channel, lanes, [&](auto op) SMELT_INLINE {
-            for (int64_t t = 0; t < rows; ++t) store(op(load(values + t * stride), row + t), values + t * stride);
+        with_step(steps.first[i], [&](auto op) SMELT_INLINE {
+            for (int64_t t = 0; t < tile.rows; ++t) {
+                int32_t* values = tile.values + t * tile.stride;
+                for_blocks(tile.channels, [&](int64_t c, int64_t lanes) SMELT_INLINE {
+                    store(op(load(values + c), tile.row + t, tile.channel + c, lanes), values + c);
+                });
+            }
         });
 }
 
@@ -116,15 +139,20 @@ struct Output {  // same layout as in integer.py
     IntType type;
 };
 
-// Apply steps to a strip and store it; the last one on the way out.
-inline void store_strip(
-    const Output& out, int32_t* values, int64_t stride, int64_t row, int64_t rows, int64_t channel, int64_t lanes) {
+// Apply steps to a tile and store it; the last one on the way out.
+inline void store_tile(const Output& out, const Tile& tile) {
     auto write = [&](auto op) SMELT_INLINE {
-        for (int64_t t = 0; t < rows; ++t)
-            store_ints(op(load(values + t * stride), row + t), out.data, out.type, (row + t) * out.stride + channel, lanes);
+        for (int64_t t = 0; t < tile.rows; ++t) {
+            const int32_t* values = tile.values + t * tile.stride;
+            const int64_t first = (tile.row + t) * out.stride + tile.channel;
+            for_blocks(tile.channels, [&](int64_t c, int64_t lanes) SMELT_INLINE {
+                const I32x16 result = op(load(values + c), tile.row + t, tile.channel + c, lanes);
+                store_ints(result, out.data, out.type, first + c, lanes);
+            });
+        }
     };
-    if (!out.steps.count) return write([](I32x16 x, int64_t) SMELT_INLINE { return x; });
+    if (!out.steps.count) return write([](I32x16 x, int64_t, int64_t, int64_t) SMELT_INLINE { return x; });
     const Steps before{out.steps.first, out.steps.count - 1};
-    apply_steps(before, values, stride, row, rows, channel, lanes);
-    with_step(out.steps.first[before.count], channel, lanes, write);
+    apply_steps(before, tile);
+    with_step(out.steps.first[before.count], write);
 }

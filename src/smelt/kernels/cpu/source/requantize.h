@@ -9,51 +9,98 @@ struct Requantize {                     // same layout as in integer.py
     const int32_t *multiplier, *shift;  // [1 or channels]
     int64_t channels;                   // 1 if all share a multiplier
     int32_t minimum, maximum;
+    int32_t is_high;  // all shifts are at least 32, so that the low half of a product only rounds down
 };
 
+// (x * multiplier + 2^(shift - 1)) >> shift in 64 bits, saturated.
+HWY_INLINE hn::Vec<Tag<int32_t>> rescale_wide(
+    hn::Vec<Tag<int32_t>> x, hn::Vec<Tag<int32_t>> multiplier, hn::Vec<Tag<int32_t>> shift) {
+#if HWY_ARCH_ARM_A64  // rounding shifts and saturating conversions are instructions
+    const int32x4_t left = vnegq_s32(shift.raw);
+    const int64x2_t low = vmull_s32(vget_low_s32(x.raw), vget_low_s32(multiplier.raw)),
+                    high = vmull_high_s32(x.raw, multiplier.raw);
+    const int32x2_t narrow = vqmovn_s64(vrshlq_s64(low, vmovl_s32(vget_low_s32(left))));
+    return hn::Vec<Tag<int32_t>>(vqmovn_high_s64(narrow, vrshlq_s64(high, vmovl_high_s32(left))));
+#else
+    const Tag<int32_t> tag;
+    const Tag<int64_t> wide;
+    const Tag<uint64_t> bits;
+    auto round = [=](auto product, auto right) SMELT_INLINE {
+        const auto half = hn::ShiftRight<1>(hn::Shl(hn::Set(wide, 1), right));
+        const auto result = hn::Shr(hn::Add(product, half), right);
+        return hn::Min(hn::Max(result, hn::Set(wide, INT32_MIN)), hn::Set(wide, INT32_MAX));
+    };
+    const auto shifts = hn::BitCast(bits, shift);
+    const auto even_shift = hn::BitCast(wide, hn::And(shifts, hn::Set(bits, 63))),
+               odd_shift = hn::BitCast(wide, hn::ShiftRight<32>(shifts));
+    const auto even = round(hn::MulEven(x, multiplier), even_shift), odd = round(hn::MulOdd(x, multiplier), odd_shift);
+    return hn::OddEven(hn::BitCast(tag, hn::ShiftLeft<32>(odd)), hn::BitCast(tag, even));
+#endif
+}
+
+// The same for shifts of at least 32: floor(x * multiplier / 2^31) fits int32, and its lower bits alone round.
+HWY_INLINE hn::Vec<Tag<int32_t>> rescale_high(
+    hn::Vec<Tag<int32_t>> x, hn::Vec<Tag<int32_t>> multiplier, hn::Vec<Tag<int32_t>> shift) {
+    const Tag<int32_t> tag;
+    const auto right = hn::Sub(shift, hn::Set(tag, 31));
+#if HWY_ARCH_ARM_A64
+    return hn::Vec<Tag<int32_t>>(vrshlq_s32(vqdmulhq_s32(x.raw, multiplier.raw), vnegq_s32(right.raw)));
+#else
+    const auto even = hn::MulEven(x, multiplier), odd = hn::MulOdd(x, multiplier);
+    const auto high = hn::OddEven(
+        hn::BitCast(tag, hn::Add(odd, odd)), hn::BitCast(tag, hn::ShiftRight<31>(even)));
+    const auto last = hn::And(hn::Shr(high, hn::Sub(right, hn::Set(tag, 1))), hn::Set(tag, 1));
+    return hn::Add(hn::Shr(high, right), last);
+#endif
+}
+
 // The multipliers of 16 channels, in registers.
+template <bool High>
 struct Rescale {
     I32x16 multiplier, shift, minimum, maximum;
 
-    Rescale(int32_t multiplier, int32_t shift, int32_t minimum = INT32_MIN, int32_t maximum = INT32_MAX)
+    HWY_INLINE Rescale(int32_t multiplier, int32_t shift, int32_t minimum = INT32_MIN, int32_t maximum = INT32_MAX)
         : multiplier(broadcast(multiplier)), shift(broadcast(shift)), minimum(broadcast(minimum)),
           maximum(broadcast(maximum)) {}
 
-    Rescale(const Requantize& q, int64_t channel, int64_t lanes)
-        : Rescale(*q.multiplier, *q.shift, q.minimum, q.maximum) {
-        if (q.channels == 1) return;
-        auto read = [](const int32_t* values) { return load(values); };
-        multiplier = read_padded(q.multiplier + channel, lanes, read);
-        shift = read_padded(q.shift + channel, lanes, read);
+    explicit Rescale(const Requantize& q) : Rescale(*q.multiplier, *q.shift, q.minimum, q.maximum) {}
+
+    // Load the multipliers of 16 channels from `channel` on, of which `lanes` are in memory.
+    HWY_INLINE void load_channels(const Requantize& q, int64_t channel, int64_t lanes) {
+        multiplier = read_padded(q.multiplier + channel, lanes, [](const int32_t* x) { return load(x); });
+        shift = read_padded(q.shift + channel, lanes, [](const int32_t* x) { return load(x); });
     }
 
     HWY_INLINE I32x16 operator()(I32x16 x) const {
         return for_parts<int32_t>([&](auto p) SMELT_INLINE {
-#if HWY_ARCH_ARM_A64  // rounding shifts and saturating conversions are instructions
-            const int32x4_t v = x.part[p].raw, m = multiplier.part[p].raw, left = vnegq_s32(shift.part[p].raw);
-            const int64x2_t low = vmull_s32(vget_low_s32(v), vget_low_s32(m)), high = vmull_high_s32(v, m);
-            const int32x2_t narrow = vqmovn_s64(vrshlq_s64(low, vmovl_s32(vget_low_s32(left))));
-            const hn::Vec<Tag<int32_t>> rounded(vqmovn_high_s64(narrow, vrshlq_s64(high, vmovl_high_s32(left))));
-#else
-            const Tag<int32_t> tag;
-            const Tag<int64_t> wide;
-            const Tag<uint64_t> bits;
-            auto round = [=](auto product, auto right) SMELT_INLINE {
-                const auto half = hn::ShiftRight<1>(hn::Shl(hn::Set(wide, 1), right));
-                const auto result = hn::Shr(hn::Add(product, half), right);
-                return hn::Min(hn::Max(result, hn::Set(wide, INT32_MIN)), hn::Set(wide, INT32_MAX));
-            };
-            const auto shifts = hn::BitCast(bits, shift.part[p]);
-            const auto even_shift = hn::BitCast(wide, hn::And(shifts, hn::Set(bits, 63))),
-                       odd_shift = hn::BitCast(wide, hn::ShiftRight<32>(shifts));
-            const auto even = round(hn::MulEven(x.part[p], multiplier.part[p]), even_shift),
-                       odd = round(hn::MulOdd(x.part[p], multiplier.part[p]), odd_shift);
-            const auto rounded = hn::OddEven(hn::BitCast(tag, hn::ShiftLeft<32>(odd)), hn::BitCast(tag, even));
-#endif
+            const auto rounded = High ? rescale_high(x.part[p], multiplier.part[p], shift.part[p])
+                                      : rescale_wide(x.part[p], multiplier.part[p], shift.part[p]);
             return hn::Min(hn::Max(rounded, minimum.part[p]), maximum.part[p]);
         });
     }
 };
+
+// Call `run` with the function that rescales 16 values from `channel` on: rescale(x, channel, lanes).
+template <class Run>
+HWY_INLINE void with_rescale(const Requantize& q, Run run) {
+    auto start = [&](auto rescale) SMELT_INLINE {
+        if (q.channels == 1) return run([=](I32x16 x, int64_t, int64_t) SMELT_INLINE { return rescale(x); });
+        const Requantize by_channel = q;
+        run([=](I32x16 x, int64_t channel, int64_t lanes) mutable SMELT_INLINE {
+            rescale.load_channels(by_channel, channel, lanes);
+            return rescale(x);
+        });
+    };
+    q.is_high ? start(Rescale<true>(q)) : start(Rescale<false>(q));
+}
+
+// Call `run` with the function that rescales by multiplier / 2^shift, moved to a shift of 32 if that is exact.
+template <class Run>
+HWY_INLINE void with_rescale(int32_t multiplier, int32_t shift, Run run) {
+    const int more = std::max(32 - shift, 0);
+    if (more < 32 && int64_t(multiplier) << more <= INT32_MAX) run(Rescale<true>(multiplier << more, shift + more));
+    else run(Rescale<false>(multiplier, shift));
+}
 
 // Load 16 integers of a type from `index` on, of which `lanes` are in memory.
 HWY_INLINE I32x16 load_ints(const void* data, IntType type, int64_t index, int64_t lanes) {
