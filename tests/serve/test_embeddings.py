@@ -14,7 +14,11 @@ import pytest
 import torch
 import transformers as hf
 
+from smelt.compression.base import MethodContext
+from smelt.compression.methods import METHODS
 from smelt.errors import ModelError
+from smelt.models.artifact import save_artifact
+from smelt.models.model import Model
 from smelt.serve.encoder import Encoder, _positions
 from smelt.serve.server.app import create_app
 from smelt.serve.server.service import Service
@@ -126,3 +130,27 @@ def test_position_limits_and_unsupported_models(tmp_path: Path) -> None:
         Encoder(str(tmp_path))
     with pytest.raises(ModelError, match="is for images"):
         asyncio.run(Service(ServerSettings(str(tmp_path)))._start_encoder(str(tmp_path), "images"))
+
+
+def test_integer_encoder_is_served_like_its_float_network(folder: Path, tmp_path: Path) -> None:
+    """The integer graph of a classifier embeds and classifies; its longest text is that of the float network."""
+    torch.manual_seed(0)
+    network = hf.BertForSequenceClassification(
+        hf.BertConfig(**ENCODER, max_position_embeddings=64, num_labels=3)
+    ).eval()
+    tokenizer = character_tokenizer(encoder=True)
+    batches = [dict(tokenizer(TEXTS, padding=True, return_tensors="pt"))]
+    network.save_pretrained(tmp_path / "float")
+    tokenizer.save_pretrained(tmp_path / "float")
+    model = Model(network, tokenizer)
+    METHODS.build({"method": "integer-only"}).apply(model, MethodContext(batches=batches))
+    (tmp_path / "integer").mkdir()
+    save_artifact(model, tmp_path / "integer")
+    tokens = [tokenizer(text)["input_ids"] for text in TEXTS]
+    exact, integer = Encoder(str(tmp_path / "float")), Encoder(str(tmp_path / "integer"))
+    assert integer.max_model_len == exact.max_model_len
+    vectors = [torch.tensor(asyncio.run(encoder.embed(tokens))) for encoder in (exact, integer)]
+    assert torch.cosine_similarity(*vectors, dim=-1).min() > 0.999
+    labels = [torch.tensor(asyncio.run(encoder.classify(tokens))) for encoder in (exact, integer)]
+    assert (labels[0] - labels[1]).abs().max() < 0.01
+    assert labels[1].sum(-1).tolist() == pytest.approx([1.0] * 3)

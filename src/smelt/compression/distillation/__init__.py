@@ -3,6 +3,7 @@
 from smelt.compression.distillation import (
     efficientqat,
     feature_losses,
+    integer_qat,
     matquant,
     qail,
     qat,
@@ -17,6 +18,7 @@ from smelt.compression.distillation import (
 __all__ = [
     "efficientqat",
     "feature_losses",
+    "integer_qat",
     "matquant",
     "qail",
     "qat",

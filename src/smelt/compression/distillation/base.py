@@ -34,7 +34,6 @@ from smelt.compression.base import (
 )
 from smelt.compression.calibration.gradients import gradient_bytes
 from smelt.compression.distillation.fake_quantize import (
-    FakeQuantizedLayer,
     convert,
     fake_quantized_layers,
     init_activations,
@@ -244,11 +243,8 @@ class QuantizationAwareTraining(Method):
         if self.gradient_checkpointing:
             network.gradient_checkpointing_disable()
         network.eval()
-        with torch.no_grad():
-            before = network(**first).logits
-            convert(network)
-            facts["conversion_error"] = _conversion_error(before, network(**first).logits)
-        _restore_dtypes(network, dtypes)
+        facts |= self.convert_layers(model, context, first)
+        _restore_dtypes(model.network, dtypes)
         return {
             "layers_quantized": len(layers),
             "bits": self.weights.format.bits,
@@ -268,10 +264,17 @@ class QuantizationAwareTraining(Method):
         """Return what is trained on, and facts about it, before layers of the model are replaced."""
         return Samples.from_batches(context.batches, device, augment=self.augment, seed=context.seed), {}
 
-    def prepare_layers(self, model: Model, context: MethodContext) -> tuple[list[FakeQuantizedLayer], dict[str, Any]]:
+    def prepare_layers(self, model: Model, context: MethodContext) -> tuple[Sequence[nn.Module], dict[str, Any]]:
         """Replace layers by fake-quantized ones, in a network of float32; return these and facts about them."""
         network = model.network.float()
         return prepare(network, dict.fromkeys(self._columns(model.anatomy), self.weights), self.inputs), {}
+
+    @torch.no_grad()
+    def convert_layers(self, model: Model, context: MethodContext, first: Batch) -> dict[str, Any]:
+        """Replace the trained layers by packed ones, compare their logits on the first batch, and return facts."""
+        before = model.network(**first).logits
+        convert(model.network)
+        return {"conversion_error": _conversion_error(before, model.network(**first).logits)}
 
     def make_student(self, network: nn.Module, teacher: NetworkTeacher | None) -> Student:
         """Return what computes the loss of a batch."""
