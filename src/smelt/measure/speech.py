@@ -72,7 +72,7 @@ def transcribe(model: Model, data: SpeechData, indices: range) -> list[str]:
     samples = [data.decode(index, extractor.sampling_rate) for index in indices]
     _check_length(extractor, samples)
     features = extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="pt").to(model.device)
-    features = features.to(next(model.network.parameters()).dtype)
+    features = features.to(model.network.dtype)
     if not model.network.can_generate():
         return _ctc_transcripts(model, features)
     longest = getattr(model.network.config, "max_target_positions", MAX_NEW_TOKENS + PROMPT_TOKENS)
