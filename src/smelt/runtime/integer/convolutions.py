@@ -110,6 +110,14 @@ class TracedNetwork:
         return [node for node in self.nodes if any(each.name == name for each in node.all_input_nodes)]
 
 
+def is_convolutional(network: PreTrainedModel) -> bool:
+    """Return whether a network is one of convolutions alone: no embeddings and no layer norms."""
+    modules = list(network.modules())
+    return any(isinstance(module, nn.Conv1d | nn.Conv2d) for module in modules) and not any(
+        isinstance(module, nn.Embedding | nn.LayerNorm) for module in modules
+    )
+
+
 def check_convolutions(network: PreTrainedModel) -> None:
     """Raise if a layer has no integer form, naming it; weights may be on the meta device."""
     for path, module in network.named_modules():
