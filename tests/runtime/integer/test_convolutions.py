@@ -155,6 +155,20 @@ def test_relu6_and_pooling_are_converted() -> None:
     assert {"max_pool", "avg_pool"} <= {node.op for node in graph.nodes}
 
 
+def test_channels_without_weight_are_converted() -> None:
+    network = quartznet()
+    with torch.no_grad():
+        network.stem.pointwise.weight[0] *= 1e-14
+        network.stem.pointwise.weight[1] = 0
+        network.stem.norm.running_mean[:2] = 0
+        network.stem.norm.bias[:2] = 0
+        expected = network(inputs(network)).logits
+    _, graph = converted(network)
+    values = quantized(graph, inputs(network))
+    logits = graph.dequantize(LOGITS, Interpreter(graph, check_ranges=True).run({"input_features": values})[LOGITS])
+    assert (logits - expected).norm() / expected.norm() < 0.05
+
+
 class Sigmoid(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.sigmoid(x)

@@ -3,7 +3,8 @@
 The float network is traced with torch.export, so that any architecture of the operators below is converted. Weights
 have one scale per output channel, activations one per tensor. A tensor after a ReLU is unsigned: the ReLU is the
 minimum of its requantization. The operands of a residual sum are requantized to a scale `2**_SUM_BITS` times finer than
-that of the sum, so that the sum is rounded once. The logits have 16 bits and one scale, so that arg max is exact.
+that of the sum, so that the sum is rounded once. The logits have 16 bits and one scale for all classes, with room for
+values beyond the calibrated range, so that arg max needs no float.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from smelt.runtime.integer.run import Interpreter
 LOGITS = "logits"
 _SUM_BITS = 8
 _LOGIT_LIMIT = 2**15 - 1
+_LOGIT_HEADROOM = 16  # logits beyond the range of the calibration data must not become equal
 _MAX_BIAS = 2**30
+_SMALLEST_SCALE_RATIO = 2.0**-24  # of the scales of two output channels
 
 _aten = torch.ops.aten
 _CONVOLUTIONS = {_aten.conv1d.default: "conv1d", _aten.conv2d.default: "conv2d"}
@@ -233,7 +236,9 @@ class _Conversion:
         rows = weight.flatten(1) * x.per_tensor_scale
         offset = torch.zeros(len(rows), dtype=torch.float64) if bias is None else bias
         scale = torch.maximum(rows.abs().amax(1) / limit, offset.abs() / _MAX_BIAS)
-        scale = torch.where(scale > 0, scale, scale.max().clamp(min=1e-12))
+        # A channel whose weights vanish beside the others' is zero in 8 bits, whatever its scale; one that is too small
+        # would have no dyadic ratio to that of the result.
+        scale = scale.clamp(min=max(float(scale.max()) * _SMALLEST_SCALE_RATIO, 1e-30))
         quantized = (rows / scale[:, None]).round().clamp(-limit, limit)
         q_bias = (offset / scale).round().to(torch.int64)
         constants = {"weight": quantized.to(torch.int8).reshape(weight.shape)}
@@ -348,7 +353,8 @@ class _Conversion:
         return x if self.dtypes[x.name] == "int16" else self._to_logits(x, self.traced.output, "logits")
 
     def _to_logits(self, x: QTensor, name: str, layer: str) -> QTensor:
-        return self._requantize(x, self._scale(name, _LOGIT_LIMIT), layer, "int16", -_LOGIT_LIMIT, _LOGIT_LIMIT)
+        scale = self._scale(name, _LOGIT_LIMIT // _LOGIT_HEADROOM)
+        return self._requantize(x, scale, layer, "int16", -_LOGIT_LIMIT, _LOGIT_LIMIT)
 
     # --- Tensors. ---
 
