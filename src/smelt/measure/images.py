@@ -91,7 +91,7 @@ def _compute(
     model: Model, data: LabeledImages, classify: Callable[[Batch], Tensor], batch_size: int, progress: Progress
 ) -> np.ndarray:
     batches = image_batches(data, model.prepare_images, samples=None, batch_size=batch_size, seed=0)
-    dtype = next(model.network.parameters()).dtype
+    dtype = model.network.dtype
     rows = []
     for batch in progress.track(batches, "evaluation", total=-(-len(data) // batch_size)):
         pixels = batch["pixel_values"].to(model.device, dtype)

@@ -16,6 +16,7 @@ from smelt.measure.metrics import METRICS
 from smelt.models.config import quiet_transformers
 from smelt.models.feature_extractor import FeatureExtractor
 from smelt.models.model import Model
+from smelt.models.program_network import ProgramNetwork
 from smelt.progress import NullProgress, Progress
 
 MAX_NEW_TOKENS = 200
@@ -72,7 +73,7 @@ def transcribe(model: Model, data: SpeechData, indices: range) -> list[str]:
     samples = [data.decode(index, extractor.sampling_rate) for index in indices]
     _check_length(extractor, samples)
     features = extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="pt").to(model.device)
-    features = features.to(next(model.network.parameters()).dtype)
+    features = features.to(model.network.dtype)
     if not model.network.can_generate():
         return _ctc_transcripts(model, features)
     longest = getattr(model.network.config, "max_target_positions", MAX_NEW_TOKENS + PROMPT_TOKENS)
@@ -95,6 +96,10 @@ def _check_length(extractor: FeatureExtractor, samples: list[np.ndarray]) -> Non
 
 def _ctc_transcripts(model: Model, features: BatchFeature) -> list[str]:
     """Return the most likely character of each frame, without repetitions and blanks."""
+    if isinstance(model.network, ProgramNetwork) and not features.attention_mask.all():  # it knows no padding
+        lengths = enumerate(features.attention_mask.sum(1).tolist())
+        alone = ({name: values[i : i + 1, ..., :n] for name, values in features.items()} for i, n in lengths)
+        return [text for each in alone for text in _ctc_transcripts(model, BatchFeature(each))]
     assert model.tokenizer is not None
     ids = model.network(**features).logits.argmax(-1)
     stride = -(-features.attention_mask.shape[1] // ids.shape[1])  # input frames of an output frame

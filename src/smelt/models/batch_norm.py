@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from smelt.errors import ModelError
+from smelt.models.finite import is_finite
 from smelt.models.quantized_network import replace_module
 
 Batch = dict[str, Tensor]
@@ -34,6 +35,8 @@ def fold_batch_norms(network: PreTrainedModel, inputs: Batch) -> dict[str, str]:
     """
     network.eval()
     before, pairs = _run_and_pair(network, inputs)
+    if not is_finite(before):
+        raise ModelError("the network computes NaN or infinity; check its weights and its inputs.")
     for norm_path, layer_path in pairs.items():
         _fold(network.get_submodule(layer_path), network.get_submodule(norm_path))
         replace_module(network, norm_path, nn.Identity())

@@ -62,6 +62,8 @@ def test_labeled_rows_are_split_into_calibration_and_evaluation(tmp_path: Path) 
 def test_recordings_are_split_and_become_spectrograms(tmp_path: Path) -> None:
     soundfile = pytest.importorskip("soundfile", reason="soundfile is not installed")
     generator = np.random.Generator(np.random.PCG64(0))
+    from tests.measure.test_speech import whisper  # needs soundfile
+
     for number in range(10):
         soundfile.write(tmp_path / f"{number}.wav", generator.normal(0, 0.1, 800 + 80 * number), 8_000)
     lines = (json.dumps({"file": f"{number}.wav", "text": f"word {number}"}) + "\n" for number in range(10))
@@ -74,6 +76,8 @@ def test_recordings_are_split_and_become_spectrograms(tmp_path: Path) -> None:
     assert [len(batch["input_features"]) for batch in batches] == [3, 3, 2]
     frames = sorted(int(length) for batch in batches for length in batch["attention_mask"].sum(1))
     assert frames == sorted(len(seen.decode(i, 8_000)) // 80 + 1 for i in range(8))
+    transcribed = calibration_batches(config.data, seen, whisper(), seed=0)[0]["decoder_input_ids"]
+    assert transcribed.shape == (3, 1 + len(" word 0")) and (transcribed[:, 0] == 2).all()
     with pytest.raises(DataError, match="holds recordings, but this is a model for language"):
         calibration_data(config, language_model())
     with pytest.raises(DataError, match="holds no recordings, but this is a speech model"):

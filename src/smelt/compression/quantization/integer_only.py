@@ -1,15 +1,19 @@
-"""I-BERT: an encoder without floating point between its embeddings and its logits (Kim et al., 2021)."""
+"""Networks without floating point between input and logits: encoders as in I-BERT (Kim et al., 2021), networks of
+convolutions as in Q-ASR (Kim et al., 2022)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from smelt.compression.base import METHODS, CalibrationSize, Method, MethodContext, ResourceEstimate
+from smelt.compression.base import METHODS, CalibrationSize, Method, MethodContext, ResourceEstimate, within
 from smelt.compression.calibration.ranges import observe_ranges
+from smelt.compression.quantization.integer_convolutions import integer_convolutions
+from smelt.errors import RecipeError
 from smelt.measure.cost import count_bytes
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
+from smelt.runtime.integer.convolutions import BitWidths, check_convolutions, is_convolutional
 from smelt.runtime.integer.debug import layer_sqnr
 from smelt.runtime.integer.encoders import check_encoder, convert_encoder, observed_modules
 from smelt.runtime.integer.network import IntegerNetwork
@@ -17,17 +21,35 @@ from smelt.runtime.integer.network import IntegerNetwork
 _DEBUGGED_BATCHES = 1  # for the signal-to-noise ratio of every layer
 
 
-@METHODS.register("integer-only", paper="Kim et al., 2021 (I-BERT, arXiv 2101.01321)", needs=("calibration data",))
+@METHODS.register(
+    "integer-only",
+    paper="Kim et al., 2021 (I-BERT, arXiv 2101.01321); Kim et al., 2022 (Q-ASR, arXiv 2103.16827)",
+    needs=("calibration data",),
+)
 @dataclass(frozen=True)
 class IntegerOnly(Method):
-    """Use for hardware without floating point: an encoder in int8, its nonlinear functions and its head in integers.
+    """Use for hardware without floating point: an encoder or a network of convolutions in int8, its nonlinear functions
+    and its head in integers.
 
-    Ranges of activations are static, from the calibration data. The result is a graph of integer operators.
+    Ranges of activations are static, from the calibration data; `--data none` synthesizes it for networks with batch
+    norms. The result is a graph of integer operators. The spectrogram of a speech model is computed in float before it.
     """
 
     last: ClassVar[bool] = True
 
+    bits: int = 8  # of weights and activations, 2 to 8; encoders have 8
+    percentile: float = 100.0  # of the magnitudes of an activation that its range covers; encoders take all
+
+    def __post_init__(self) -> None:
+        within("integer-only", "bits", self.bits, 2, 8)
+        within("integer-only", "percentile", self.percentile, 50, 100)
+
     def check(self, anatomy: Anatomy) -> None:
+        if is_convolutional(anatomy.network):
+            check_convolutions(anatomy.network)
+            return
+        if self.bits != 8 or self.percentile != 100:
+            raise RecipeError("bits and percentile of integer-only are for networks of convolutions; leave them out.")
         check_encoder(anatomy.network)
 
     def bytes_change(self, anatomy: Anatomy) -> int:
@@ -40,6 +62,13 @@ class IntegerOnly(Method):
         self.check(model.anatomy)
         network, device = model.network, model.device
         before = count_bytes(network)
+        if is_convolutional(network):
+            widths = BitWidths(self.bits, self.bits)
+            model.network, facts = integer_convolutions(
+                model, context.batches, bits=widths, percentile=self.percentile, progress=context.progress
+            )
+            model.network.to(device)
+            return {**facts, "bytes_before": before, "bytes_after": count_bytes(model.network)}
         ranges = observe_ranges(network, observed_modules(network), context.batches, context.progress)
         graph = convert_encoder(network, ranges)
         network.cpu()

@@ -48,6 +48,7 @@ CalibrationData = TextData | LabeledData | LabeledImages | SpeechData | PromptDa
 MAX_OVERLAP = 0.01  # fraction of the evaluation data; texts of one kind share some phrases
 GENERATED = "generated"  # the source of text that the model generates itself
 SYNTHETIC = "none"  # the source of inputs that are synthesized from the statistics of batch norms
+MAX_DECODER_TOKENS = 448  # of a speech model whose config names no limit
 HELD_OUT = 0.2  # fraction of the calibration data, if the recipe names no evaluation data
 
 
@@ -260,7 +261,7 @@ def _input_shape(model: Model, frames: int) -> tuple[int, ...]:
 
 
 def _speech_batches(settings: CalibrationSettings, data: SpeechData, model: Model, seed: int) -> list[Batch]:
-    """Draw recordings, as the features that the network reads."""
+    """Draw recordings, as the features that the network reads; a decoder gets their transcripts."""
     assert settings.batch_size is not None
     if model.feature_extractor is None:
         raise DataError(f"{model.source or 'this model'} has no preprocessor_config.json that says how it reads audio.")
@@ -269,8 +270,21 @@ def _speech_batches(settings: CalibrationSettings, data: SpeechData, model: Mode
     for start in range(0, len(order), settings.batch_size):
         rate = model.feature_extractor.sampling_rate
         samples = [data.decode(int(index), rate) for index in order[start : start + settings.batch_size]]
-        batches.append(dict(model.feature_extractor(samples, sampling_rate=rate, return_tensors="pt")))
+        batch = dict(model.feature_extractor(samples, sampling_rate=rate, return_tensors="pt"))
+        if model.network.config.is_encoder_decoder:
+            batch |= _decoder_inputs(model, [data.texts[index] for index in order[start : start + settings.batch_size]])
+        batches.append(batch)
     return batches
+
+
+def _decoder_inputs(model: Model, texts: list[str]) -> Batch:
+    """Return what the decoder of a speech model reads when it has transcribed these texts."""
+    assert model.tokenizer is not None
+    encoded = model.tokenizer([f" {text}" for text in texts], add_special_tokens=False, verbose=False)["input_ids"]
+    longest = int(getattr(model.network.config, "max_target_positions", MAX_DECODER_TOKENS))
+    start = [int(model.network.config.decoder_start_token_id)]
+    rows = [(start + list(row))[:longest] for row in encoded]
+    return {"decoder_input_ids": pad_batch({"input_ids": rows}, padding_token_id(model.tokenizer))["input_ids"]}
 
 
 def _load_prompts(settings: CalibrationSettings) -> PromptData:
