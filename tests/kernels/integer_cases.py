@@ -112,5 +112,14 @@ def chains(channels: int, columns: int) -> list[tuple[Steps, torch.dtype]]:
     ]
 
 
+def masks(batch: int, queries: int, keys: int) -> list[Tensor | None]:
+    """Return no mask, padding (all of the last row but one position), a causal mask, and rows without any position."""
+    padding = torch.ones(batch, 1, 1, keys, dtype=torch.int64)
+    padding[-1, ..., 1:] = 0
+    causal = torch.ones(queries, keys, dtype=torch.int32).tril()
+    nothing = torch.zeros(batch, 1, 1, keys, dtype=torch.int8)
+    return [None, padding, causal, nothing]
+
+
 def _requantize(x: Tensor, step: Requantize) -> Tensor:
     return ops.requantize(x, multiplier=step.multiplier, shift=step.shift, minimum=step.minimum, maximum=step.maximum)
