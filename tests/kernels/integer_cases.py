@@ -62,7 +62,7 @@ def norm(scale: float, limit: int, length: int, bias: bool = True, seed: int = 0
     return NormConstants(constants["weight"], constants.get("bias"), **attributes)
 
 
-def piecewise_linear(entries: int, limit: int, seed: int = 0) -> TableLookup:
+def table_lookup(entries: int, limit: int, seed: int = 0) -> TableLookup:
     generator = torch.Generator().manual_seed(seed)
     breakpoints = torch.randint(-limit, limit, (entries,), generator=generator).sort().values
     slopes = torch.randint(-(2**31) // (4 * limit), 2**31 // (4 * limit), (entries + 1,), generator=generator)
@@ -108,8 +108,17 @@ def chains(channels: int, columns: int) -> list[tuple[Steps, torch.dtype]]:
         (Steps((requantize(200 / spread, 1, torch.uint8),)), torch.uint8),
         (Steps((requantize(3e4 / spread, channels, torch.int16),)), torch.int16),
         (Steps((to_int16, gelu(3e-4, 32768), requantize(1e-6))), torch.int8),
-        (Steps((to_int16, piecewise_linear(16, 32768), requantize(1e-7))), torch.int8),
+        (Steps((to_int16, table_lookup(16, 32768), requantize(1e-7))), torch.int8),
     ]
+
+
+def masks(batch: int, queries: int, keys: int) -> list[Tensor | None]:
+    """Return no mask, padding (all of the last row but one position), a causal mask, and rows without any position."""
+    padding = torch.ones(batch, 1, 1, keys, dtype=torch.int64)
+    padding[-1, ..., 1:] = 0
+    causal = torch.ones(queries, keys, dtype=torch.int32).tril()
+    nothing = torch.zeros(batch, 1, 1, keys, dtype=torch.int8)
+    return [None, padding, causal, nothing]
 
 
 def _requantize(x: Tensor, step: Requantize) -> Tensor:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from smelt.errors import ConversionError
-from smelt.kernels.cpu.integer import CpuKernels, library, mask_rows
-from smelt.kernels.integer_interface import Add, Requantize, Steps
+from smelt.kernels.cpu.integer import CpuKernels, library
+from smelt.kernels.integer_interface import Add, Requantize, Steps, mask_rows
 from smelt.runtime.integer import ops
 from tests.kernels import integer_cases as cases
 from tests.kernels.instruction_sets import MACHINES, NEEDS_COMPILER
@@ -67,15 +67,6 @@ def test_matmul(kernels: CpuKernels, shape: tuple[int, ...], transpose_b: bool) 
         assert torch.equal(kernels.matmul(a, b, transpose_b, steps, dtype), expected)
 
 
-def masks(batch: int, queries: int, keys: int) -> list[torch.Tensor | None]:
-    """Return no mask, padding (all of the last row but one position), a causal mask, and a row without any position."""
-    padding = torch.ones(batch, 1, 1, keys, dtype=torch.int64)
-    padding[-1, ..., 1:] = 0
-    causal = torch.ones(queries, keys, dtype=torch.int32).tril()
-    nothing = torch.zeros(batch, 1, 1, keys, dtype=torch.int8)
-    return [None, padding, causal, nothing]
-
-
 @pytest.mark.parametrize("scale", cases.SCALES[:-1])
 def test_softmax(kernels: CpuKernels, scale: float) -> None:
     """Scores of all magnitudes, in 32 and in 64 bits."""
@@ -83,7 +74,7 @@ def test_softmax(kernels: CpuKernels, scale: float) -> None:
         constants = cases.softmax(scale, length)
         for limit in (max(int(20 / scale), 4), None):
             x = cases.integers((2, 3, 5, length), torch.int32, limit=None if limit is None else min(limit, 2**31 - 1))
-            for mask in masks(2, 5, length):
+            for mask in cases.masks(2, 5, length):
                 expected = cases.apply_softmax(x, mask, constants).to(torch.int8)
                 assert torch.equal(kernels.softmax(x, mask, Steps(), constants, torch.int8), expected), (length, limit)
 
@@ -105,7 +96,7 @@ def test_attention(kernels: CpuKernels, shape: tuple[int, ...]) -> None:
     steps = Steps((cases.requantize(1e-2),))
     for scale, score_steps in ((1e-4, Steps()), (1e-2, Steps((cases.requantize(1e-2, dtype=torch.int16),)))):
         constants = cases.softmax(scale, keys)
-        for mask in masks(batch, queries, keys):
+        for mask in cases.masks(batch, queries, keys):
             scores = cases.apply(score_steps, ops.matmul(query, key, transpose_b=1))
             weights = cases.apply_softmax(scores, mask, constants).to(torch.int8)
             expected = cases.apply(steps, ops.matmul(weights, value)).to(torch.int8)
@@ -180,6 +171,6 @@ def test_every_input_type(kernels: CpuKernels) -> None:
 def test_masks_are_shared_by_as_many_rows_as_possible() -> None:
     shape = (2, 3, 5, 20)
     for mask, rows, shared in ((None, 1, 30), (torch.ones(2, 1, 1, 20), 2, 15), (torch.ones(5, 20), 30, 1)):
-        padded, rows_per_mask = mask_rows(mask, shape)
+        padded, rows_per_mask = mask_rows(mask, shape, torch.device("cpu"))
         assert padded.shape == (rows, 32) and rows_per_mask == shared
         assert padded[:, :20].all() and not padded[:, 20:].any()

@@ -9,10 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 INT_TYPES = (torch.int8, torch.uint8, torch.int16, torch.int32)  # of inputs and outputs
 
@@ -153,3 +155,23 @@ class IntegerKernels(ABC):
     @abstractmethod
     def map(self, x: Tensor, steps: Steps, dtype: torch.dtype, operands: Sequence[Tensor] = ()) -> Tensor:
         """Apply steps to x [..., channels]."""
+
+
+def round_up(count: int) -> int:
+    """Round up to a multiple of 16, the lanes of a register."""
+    return -(-count // 16) * 16
+
+
+def mask_rows(mask: Tensor | None, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
+    """Return a mask as bytes [mask rows, length padded to 16] and the number of rows of x [shape] that share one."""
+    length, rows = shape[-1], prod(shape[:-1])
+    if mask is None:
+        visible = torch.ones(1, length, dtype=torch.bool, device=device)
+    else:
+        mask = mask.reshape((1,) * (len(shape) - mask.dim()) + tuple(mask.shape))
+        axis = len(shape) - 1
+        while axis and mask.shape[axis - 1] == 1:
+            axis -= 1  # all rows of the axes from this one on share a mask
+        visible = (mask != 0).expand(*shape[:axis], *mask.shape[axis:-1], length).reshape(-1, length)
+    padded = F.pad(visible.to(torch.uint8), (0, round_up(length) - length))
+    return padded, max(rows // max(len(padded), 1), 1)

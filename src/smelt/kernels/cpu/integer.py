@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from smelt.kernels.cpu.build import NATIVE, load_units
 from smelt.kernels.cpu.operator import threads_for
@@ -26,12 +25,13 @@ from smelt.kernels.integer_interface import (
     Step,
     Steps,
     TableLookup,
+    mask_rows,
+    round_up,
 )
 
 UNITS: dict[str, tuple[str, ...]] = {"integer": ()}
 _TYPES = {dtype: index for index, dtype in enumerate(INT_TYPES)}
 _KINDS = (Requantize, Gelu, TableLookup, Add)
-_LANES = 16
 _POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
@@ -159,7 +159,7 @@ class CpuKernels(IntegerKernels):
         channels, columns = weight.shape
         weight = weight.contiguous()
         data = torch.empty(self.library.smelt_integer_packed_size(channels, columns), dtype=torch.int8)
-        offset = torch.empty(_round_up(channels), dtype=torch.int32)
+        offset = torch.empty(round_up(channels), dtype=torch.int32)
         self.library.smelt_integer_pack(weight.data_ptr(), channels, columns, data.data_ptr(), offset.data_ptr())
         return PackedWeight(data, offset, channels, columns)
 
@@ -197,7 +197,7 @@ class CpuKernels(IntegerKernels):
     ) -> Tensor:  # fmt: skip
         query, key, value = (_rows_contiguous(tensor) for tensor in (query, key, value))
         (batch, heads, queries, head_dim), keys = query.shape, key.shape[2]
-        mask_bytes, rows_per_mask = mask_rows(mask, (batch, heads, queries, keys))
+        mask_bytes, rows_per_mask = mask_rows(mask, (batch, heads, queries, keys), query.device)
         out = torch.empty(batch, queries, heads, head_dim, dtype=dtype)
         output, kept = _output(out, heads * head_dim, steps, ())
         scores, kept_scores = _native_steps(score_steps, ())
@@ -214,7 +214,7 @@ class CpuKernels(IntegerKernels):
         self, x: Tensor, mask: Tensor | None, steps: Steps, softmax: SoftmaxConstants, dtype: torch.dtype
     ) -> Tensor:
         x = x.contiguous()
-        mask_bytes, rows_per_mask = mask_rows(mask, tuple(x.shape))
+        mask_bytes, rows_per_mask = mask_rows(mask, tuple(x.shape), x.device)
         out, length = torch.empty(x.shape, dtype=dtype), x.shape[-1]
         output, kept = _output(out, length, Steps(), ())
         before, kept_before = _native_steps(steps, ())
@@ -258,25 +258,6 @@ class CpuKernels(IntegerKernels):
     def _run(self, name: str, task: ctypes.Structure, work: int) -> None:
         if work:
             getattr(self.library, f"smelt_integer_{name}")(ctypes.addressof(task), threads_for(work))
-
-
-def mask_rows(mask: Tensor | None, shape: tuple[int, ...]) -> tuple[Tensor, int]:
-    """Return a mask as bytes [mask rows, length padded to 16] and the number of rows of x [shape] that share one."""
-    length, rows = shape[-1], prod(shape[:-1])
-    if mask is None:
-        visible = torch.ones(1, length, dtype=torch.bool)
-    else:
-        mask = mask.reshape((1,) * (len(shape) - mask.dim()) + tuple(mask.shape))
-        axis = len(shape) - 1
-        while axis and mask.shape[axis - 1] == 1:
-            axis -= 1  # all rows of the axes from this one on share a mask
-        visible = (mask != 0).expand(*shape[:axis], *mask.shape[axis:-1], length).reshape(-1, length)
-    padded = F.pad(visible.to(torch.uint8), (0, _round_up(length) - length))
-    return padded, max(rows // max(len(padded), 1), 1)
-
-
-def _round_up(count: int) -> int:
-    return -(-count // _LANES) * _LANES
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 
 from smelt.models.program_network import ProgramNetwork
 from smelt.runtime.integer.graph import DTYPES, IntegerGraph
-from smelt.runtime.integer.run import BACKENDS, Interpreter, token_inputs
+from smelt.runtime.integer.run import Interpreter, preferred_backend, token_inputs
 
 
 @dataclass
@@ -39,14 +39,14 @@ class IntegerNetwork(ProgramNetwork):
         for index, node in enumerate(graph.nodes):
             for name, constant in node.constants.items():
                 self.register_buffer(f"node{index}_{name}", constant)
-        self.interpreter = Interpreter(graph, _backend(torch.device("cpu")))
+        self.interpreter = Interpreter(graph, preferred_backend(torch.device("cpu")))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the constants; the nodes of the graph and the backend follow."""
         super()._apply(fn, recurse)
         for index, node in enumerate(self.graph.nodes):
             node.constants.update({name: getattr(self, f"node{index}_{name}") for name in node.constants})
-        self.interpreter = Interpreter(self.graph, _backend(self.device))
+        self.interpreter = Interpreter(self.graph, preferred_backend(self.device))
         return self
 
     def forward(self, input_ids: Tensor | None = None, **inputs: Any) -> IntegerOutput:
@@ -71,8 +71,3 @@ class IntegerNetwork(ProgramNetwork):
     @classmethod
     def load_program(cls, folder: Path, outline: PreTrainedModel) -> IntegerNetwork:
         return cls(IntegerGraph.load(folder), outline)
-
-
-def _backend(device: torch.device) -> str:
-    preferred = "gpu" if device.type == "cuda" else device.type
-    return preferred if preferred in BACKENDS else "reference"

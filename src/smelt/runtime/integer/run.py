@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from smelt.errors import ModelError
 from smelt.kernels.integer import integer_kernels
+from smelt.kernels.integer_interface import IntegerKernels
 from smelt.runtime.integer.fused import FusedProgram
 from smelt.runtime.integer.graph import DTYPES, IntegerGraph, Node, dtype_name
 from smelt.runtime.integer.ops import OPERATORS
@@ -33,20 +35,26 @@ class Interpreter:
             raise ModelError(f"The integer graph has unknown operators: {', '.join(sorted(unknown))}.")
         self.graph = graph
         self.check_ranges = check_ranges
-        self._program = _fused_program(graph, backend) if backend in FUSED_BACKENDS else None
+        self._kernels = _kernels(backend) if backend in FUSED_BACKENDS else None
         functions = BACKENDS.get(backend, OPERATORS)
         self.functions = [functions.get(node.op, OPERATORS[node.op]) for node in graph.nodes]
         self._released = _last_uses(graph)
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the outputs by name; all values are integers."""
-        if self._program is not None:
-            return self._program.run({name: self._input(name, inputs) for name in self.graph.inputs})
+        if self._kernels is not None:
+            return self.program.run({name: self._input(name, inputs) for name in self.graph.inputs})
         outputs = {name: tensor for name, tensor in inputs.items() if name in self.graph.outputs}
         for node, tensor in self.trace(inputs):
             if node.output in self.graph.outputs:
                 outputs[node.output] = tensor
         return outputs
+
+    @cached_property
+    def program(self) -> FusedProgram:
+        """The graph as calls of kernels; weights are packed on first use."""
+        assert self._kernels is not None
+        return FusedProgram(self.graph, self._kernels)
 
     def trace(self, inputs: Mapping[str, Tensor]) -> Iterator[tuple[Node, Tensor]]:
         """Yield every node with the tensor it produces, in order; a tensor is released after its last use."""
@@ -77,12 +85,18 @@ class Interpreter:
         return result.to(dtype)
 
 
-def _fused_program(graph: IntegerGraph, backend: str) -> FusedProgram:
+def preferred_backend(device: torch.device) -> str:
+    """Return the fastest backend on a device."""
+    names = (name for name, kind in FUSED_BACKENDS.items() if kind == device.type and integer_kernels(kind) is not None)
+    return next(names, "reference")
+
+
+def _kernels(backend: str) -> IntegerKernels:
     kernels = integer_kernels(FUSED_BACKENDS[backend])
     if kernels is None:
         needed = "a C++ compiler" if backend == "cpu" else "a CUDA device and Triton"
         raise ModelError(f"The backend {backend!r} for integer graphs needs {needed}; use the reference.")
-    return FusedProgram(graph, kernels)
+    return kernels
 
 
 def token_inputs(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -6,14 +6,14 @@
 
 #include "requantize.h"
 
-enum StepKind : int32_t { REQUANTIZE, GELU, PIECEWISE_LINEAR, ADD };  // same order as in integer.py
+enum StepKind : int32_t { REQUANTIZE, GELU, TABLE_LOOKUP, ADD };  // same order as in integer.py
 
 struct Step {  // same layout as in integer.py
     StepKind kind;
     int32_t shift;                                     // GELU
     Requantize requantize;                             // REQUANTIZE; ADD: of `other`, if it has a multiplier
     int64_t q_b, q_c, q_one;                           // GELU
-    const int32_t *breakpoints, *slopes, *intercepts;  // PIECEWISE_LINEAR; intercepts modulo 2^32
+    const int32_t *breakpoints, *slopes, *intercepts;  // TABLE_LOOKUP; intercepts modulo 2^32
     int64_t entries;                                   // number of breakpoints
     const void* other;                                 // ADD: [other_rows, channels]; rows repeat
     int64_t other_rows, other_stride;
@@ -63,7 +63,7 @@ inline I32x16 wide_gelu(const Step& step, I32x16 x) {
 }
 
 // slopes[k] * x + intercepts[k], k the number of breakpoints <= x; modulo 2^32, as the result fits.
-inline I32x16 piecewise_linear(const Step& step, I32x16 x) {
+inline I32x16 table_lookup(const Step& step, I32x16 x) {
     return for_parts<int32_t>([&](auto p) SMELT_INLINE {
         const Tag<int32_t> tag;
         auto slope = hn::Set(tag, step.slopes[0]), intercept = hn::Set(tag, step.intercepts[0]);
@@ -92,8 +92,8 @@ HWY_INLINE void with_step(const Step& step, Run run) {
             const NarrowGelu gelu{int32_t(step.q_b), int32_t(step.q_c), int32_t(step.q_one), step.shift};
             return run([=](I32x16 x, int64_t, int64_t, int64_t) SMELT_INLINE { return gelu(x); });
         }
-        case PIECEWISE_LINEAR:
-            return run([&](I32x16 x, int64_t, int64_t, int64_t) { return piecewise_linear(step, x); });
+        case TABLE_LOOKUP:
+            return run([&](I32x16 x, int64_t, int64_t, int64_t) { return table_lookup(step, x); });
         case ADD: {
             auto other = [&](int64_t row, int64_t channel, int64_t lanes) SMELT_INLINE {
                 const int64_t index = (row < step.other_rows ? row : row % step.other_rows) * step.other_stride + channel;
