@@ -157,8 +157,9 @@ def text(rows: list[Row], options: argparse.Namespace) -> str:
     return (
         f"# Integer-only MiniLM-L6 on GLUE\n\nDevelopment sets{limit}; {len(seeds)} seeds; {CALIBRATION} texts of "
         f"calibration; training: {TRAINING_ROWS} texts at most, the float network as the teacher, lr {LR:g}. "
-        "The metric is accuracy (SST-2, RTE), F1 (MRPC) or Spearman correlation (STS-B), in points; the mean difference "
-        "from float is over the tasks of the row.\n\n" + table(["row", *tasks, "mean difference", "difference by seed"], cells)
+        "The metric is accuracy (SST-2, RTE), F1 (MRPC) or Spearman correlation (STS-B), in points; the mean "
+        "difference from float is over the tasks of the row.\n\n"
+        + table(["row", *tasks, "mean difference", "difference by seed"], cells)
     )
 
 

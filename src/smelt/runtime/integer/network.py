@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from smelt.kernels.integer import integer_kernels
 from smelt.models.program_network import ProgramNetwork
 from smelt.runtime.integer.graph import DTYPES, IntegerGraph
-from smelt.runtime.integer.run import BACKENDS, Interpreter, token_inputs
+from smelt.runtime.integer.run import FUSED_BACKENDS, Interpreter, token_inputs
 
 
 @dataclass
@@ -74,5 +75,6 @@ class IntegerNetwork(ProgramNetwork):
 
 
 def _backend(device: torch.device) -> str:
-    preferred = "gpu" if device.type == "cuda" else device.type
-    return preferred if preferred in BACKENDS else "reference"
+    """Return the backend whose kernels run on a device; the reference if there is none, as without a compiler."""
+    names = [name for name, kind in FUSED_BACKENDS.items() if kind == device.type and integer_kernels(kind) is not None]
+    return names[0] if names else "reference"
