@@ -68,6 +68,16 @@ def test_padding_does_not_change_a_single_bit(name: str) -> None:
         assert torch.equal(alone[0], together[row])
 
 
+@pytest.mark.parametrize("name", ENCODERS)
+def test_kernels_give_the_bits_of_the_reference(name: str) -> None:
+    network = BUILDS[name]()
+    graph, batch = converted(network), padded_batch(seed=9)
+    output = IntegerNetwork(graph, network)(**batch)
+    expected = Interpreter(graph).run(token_inputs(batch))
+    for key in graph.outputs:
+        assert torch.equal(output[key], graph.dequantize(key, expected[key]))
+
+
 def test_padding_is_not_part_of_the_ranges() -> None:
     network = BUILDS["bert"]()
     batch = padded_batch()
