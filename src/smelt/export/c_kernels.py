@@ -1,9 +1,8 @@
 """The operators of an integer graph as C99 functions, each equal to its reference in `runtime/integer/ops.py`.
 
-A function reads and writes the arena at element offsets `x`, `y`, ... and takes constants as pointers. The arena is a
-union, whose members may alias by the C standard. `$X` and `$Y` stand for the arena's member of an input and of the
-output; a function is written once per combination that a graph uses. Right shifts of negative values are
-implementation-defined in C and left shifts undefined, so both are written as portable functions.
+`$X_type`, `$Z_type` and `$Y_type` stand for the types of the first input, the second one and the output; a function is
+written once per combination that a graph uses. Right shifts of negative values are implementation-defined in C and left
+shifts undefined, so both are written as portable functions.
 """
 
 HELPERS = """\
@@ -118,23 +117,23 @@ static int64_t shift_left(int64_t x, int64_t bits)
 
 KERNELS = {
     "linear": """\
-static void $name(size_t x, size_t y, const int8_t *weight, const int32_t *bias, size_t rows, size_t in, size_t out)
+void $name(const $X_type *x, $Y_type *y, const int8_t *weight, const int32_t *bias, size_t rows, size_t in, size_t out)
 {
     size_t row, column, i;
     for (row = 0; row < rows; row++) {
         for (column = 0; column < out; column++) {
             int32_t sum = bias ? bias[column] : 0;
             for (i = 0; i < in; i++) {
-                sum += (int32_t)arena.$X[x + row * in + i] * weight[column * in + i];
+                sum += (int32_t)x[row * in + i] * weight[column * in + i];
             }
-            arena.$Y[y + row * out + column] = ($Y_type)sum;
+            y[row * out + column] = ($Y_type)sum;
         }
     }
 }
 """,
     "matmul": """\
-static void $name(size_t a, size_t b, size_t y, size_t batch, size_t m, size_t k, size_t n, size_t b_row,
-                  size_t b_column)
+void $name(const $X_type *a, const $Z_type *b, $Y_type *y, size_t batch, size_t m, size_t k, size_t n, size_t b_row,
+           size_t b_column)
 {
     size_t index, row, column, i;
     for (index = 0; index < batch; index++) {
@@ -142,17 +141,17 @@ static void $name(size_t a, size_t b, size_t y, size_t batch, size_t m, size_t k
             for (column = 0; column < n; column++) {
                 int32_t sum = 0;
                 for (i = 0; i < k; i++) {
-                    sum += (int32_t)arena.$X[a + (index * m + row) * k + i]
-                           * arena.$Z[b + index * k * n + i * b_row + column * b_column];
+                    sum += (int32_t)a[(index * m + row) * k + i]
+                           * b[index * k * n + i * b_row + column * b_column];
                 }
-                arena.$Y[y + (index * m + row) * n + column] = ($Y_type)sum;
+                y[(index * m + row) * n + column] = ($Y_type)sum;
             }
         }
     }
 }
 """,
     "convolution": """\
-static void $name(size_t x, size_t y, const int8_t *weight, const int32_t *bias, const convolution *c)
+void $name(const $X_type *x, $Y_type *y, const int8_t *weight, const int32_t *bias, const convolution *c)
 {
     uint32_t image, channel, row, column, i, k, l;
     for (image = 0; image < c->batch; image++) {
@@ -172,8 +171,7 @@ static void $name(size_t x, size_t y, const int8_t *weight, const int32_t *bias,
                                 if (in_column < c->padding_width || in_column >= c->width + c->padding_width) {
                                     continue;
                                 }
-                                sum += (int32_t)arena.$X[x
-                                           + (((size_t)image * c->in + first + i) * c->height + in_row
+                                sum += (int32_t)x[(((size_t)image * c->in + first + i) * c->height + in_row
                                               - c->padding_height) * c->width
                                            + in_column - c->padding_width]
                                        * weight[(((size_t)channel * c->group_in + i) * c->kernel_height + k)
@@ -181,7 +179,7 @@ static void $name(size_t x, size_t y, const int8_t *weight, const int32_t *bias,
                             }
                         }
                     }
-                    arena.$Y[y++] = ($Y_type)sum;
+                    *y++ = ($Y_type)sum;
                 }
             }
         }
@@ -189,112 +187,112 @@ static void $name(size_t x, size_t y, const int8_t *weight, const int32_t *bias,
 }
 """,
     "embedding": """\
-static int $name(size_t x, size_t y, const $T_type *table, size_t count, size_t rows, size_t width)
+int $name(const $X_type *x, $Y_type *y, const $T_type *table, size_t count, size_t rows, size_t width)
 {
     size_t index, i;
     for (index = 0; index < count; index++) {
-        int64_t id = arena.$X[x + index];
+        int64_t id = x[index];
         if (id < 0 || id >= (int64_t)rows) {
             return 1;
         }
         for (i = 0; i < width; i++) {
-            arena.$Y[y + index * width + i] = ($Y_type)table[(size_t)id * width + i];
+            y[index * width + i] = ($Y_type)table[(size_t)id * width + i];
         }
     }
     return 0;
 }
 """,
     "requantize": """\
-static void $name(size_t x, size_t y, const int32_t *multiplier, const int32_t *shift, size_t outer, size_t channels,
-                  size_t inner, int64_t minimum, int64_t maximum)
+void $name(const $X_type *x, $Y_type *y, const int32_t *multiplier, const int32_t *shift, size_t outer, size_t channels,
+           size_t inner, int64_t minimum, int64_t maximum)
 {
     size_t row, channel, i;
     for (row = 0; row < outer; row++) {
         for (channel = 0; channel < channels; channel++) {
             for (i = 0; i < inner; i++) {
-                int64_t product = (int64_t)arena.$X[x++] * multiplier[channel];
-                arena.$Y[y++] = ($Y_type)clamp(round_shift(product, shift[channel]), minimum, maximum);
+                int64_t product = (int64_t)*x++ * multiplier[channel];
+                *y++ = ($Y_type)clamp(round_shift(product, shift[channel]), minimum, maximum);
             }
         }
     }
 }
 """,
     "add": """\
-static void $name(size_t a, size_t b, size_t y, size_t count, const uint32_t *shape, const uint32_t *a_stride,
-                  const uint32_t *b_stride)
+void $name(const $X_type *a, const $Z_type *b, $Y_type *y, size_t count, const uint32_t *shape,
+           const uint32_t *a_stride, const uint32_t *b_stride)
 {
     size_t i;
     for (i = 0; i < count; i++) {
-        arena.$Y[y + i] = ($Y_type)((int64_t)arena.$X[a + strided(i, shape, a_stride)]
-                                    + arena.$Z[b + strided(i, shape, b_stride)]);
+        y[i] = ($Y_type)((int64_t)a[strided(i, shape, a_stride)]
+                                    + b[strided(i, shape, b_stride)]);
     }
 }
 """,
     "gelu": """\
-static void $name(size_t x, size_t y, size_t count, int64_t q_b, int64_t q_c, int64_t q_one, int64_t shift)
+void $name(const $X_type *x, $Y_type *y, size_t count, int64_t q_b, int64_t q_c, int64_t q_one, int64_t shift)
 {
     size_t i;
     for (i = 0; i < count; i++) {
-        int64_t value = arena.$X[x + i], distance = q_b - clamp(magnitude(value), 0, q_b);
+        int64_t value = x[i], distance = q_b - clamp(magnitude(value), 0, q_b);
         int64_t erf = value == 0 ? 0 : q_c - distance * distance;
-        arena.$Y[y + i] = ($Y_type)(value * (shift_right(value < 0 ? -erf : erf, shift) + q_one));
+        y[i] = ($Y_type)(value * (shift_right(value < 0 ? -erf : erf, shift) + q_one));
     }
 }
 """,
     "tanh": """\
-static void $name(size_t x, size_t y, size_t count, int64_t levels, const exp_constants *c)
+void $name(const $X_type *x, $Y_type *y, size_t count, int64_t levels, const exp_constants *c)
 {
     size_t i;
     int64_t one = exponential(0, c);
     for (i = 0; i < count; i++) {
-        int64_t value = arena.$X[x + i], exp = exponential(-magnitude(value), c);
+        int64_t value = x[i], exp = exponential(-magnitude(value), c);
         int64_t result = (2 * levels * (one - exp) + one + exp) / (2 * (one + exp));
-        arena.$Y[y + i] = ($Y_type)(value < 0 ? -result : value > 0 ? result : 0);
+        y[i] = ($Y_type)(value < 0 ? -result : value > 0 ? result : 0);
     }
 }
 """,
     "table": """\
-static void $name(size_t x, size_t y, size_t count, const table_constants *table)
+void $name(const $X_type *x, $Y_type *y, size_t count, const table_constants *table)
 {
     size_t i;
     for (i = 0; i < count; i++) {
-        arena.$Y[y + i] = ($Y_type)look_up(arena.$X[x + i], table);
+        y[i] = ($Y_type)look_up(x[i], table);
     }
 }
 """,
     "sqrt": """\
-static void $name(size_t x, size_t y, size_t count)
+void $name(const $X_type *x, $Y_type *y, size_t count)
 {
     size_t i;
     for (i = 0; i < count; i++) {
-        arena.$Y[y + i] = ($Y_type)square_root(arena.$X[x + i]);
+        y[i] = ($Y_type)square_root(x[i]);
     }
 }
 """,
     "softmax": """\
-static void $name(size_t x, size_t mask, size_t y, size_t rows, size_t length, const uint32_t *shape,
-                  const uint32_t *mask_stride, int64_t levels, int64_t reciprocal_bits, const exp_constants *c)
+void $name(const $X_type *x, $mask_parameters$Y_type *y, size_t rows, size_t length, int64_t levels,
+           int64_t reciprocal_bits, const exp_constants *c)
 {
     size_t row, i;
     for (row = 0; row < rows; row++) {
         int64_t peak = INT32_MIN, sum = 0, factor;
         for (i = 0; i < length; i++) {
             size_t index = row * length + i;
-            if ($visible && arena.$X[x + index] > peak) {
-                peak = arena.$X[x + index];
+            if ($visible && x[index] > peak) {
+                peak = x[index];
             }
         }
         for (i = 0; i < length; i++) {
             size_t index = row * length + i;
             if ($visible) {
-                sum += exponential(arena.$X[x + index] - peak, c);
+                sum += exponential(x[index] - peak, c);
             }
         }
         factor = levels * power_of_two(reciprocal_bits) / (sum < 1 ? 1 : sum);
         for (i = 0; i < length; i++) {
             size_t index = row * length + i;
-            int64_t exp = $visible ? exponential(arena.$X[x + index] - peak, c) : 0;
-            arena.$Y[y + index] = ($Y_type)round_shift(exp * factor, reciprocal_bits);
+            int64_t exp = $visible ? exponential(x[index] - peak, c) : 0;
+            y[index] = ($Y_type)round_shift(exp * factor, reciprocal_bits);
         }
     }
 }
@@ -305,23 +303,23 @@ static int64_t ${name}_exp(int64_t x, int64_t lowest, int64_t exp_bits, int64_t 
     return clamp(round_shift(look_up(clamp(x, lowest, 0), exp), exp_shift), 0, power_of_two(exp_bits));
 }
 
-static void $name(size_t x, size_t mask, size_t y, size_t rows, size_t length, const uint32_t *shape,
-                  const uint32_t *mask_stride, int64_t levels, int64_t lowest, int64_t exp_bits, int64_t exp_shift,
-                  const table_constants *exp, const table_constants *reciprocal)
+void $name(const $X_type *x, $mask_parameters$Y_type *y, size_t rows, size_t length, int64_t levels,
+           int64_t lowest, int64_t exp_bits, int64_t exp_shift, const table_constants *exp,
+           const table_constants *reciprocal)
 {
     size_t row, i;
     for (row = 0; row < rows; row++) {
         int64_t peak = INT32_MIN, sum = 0, factor, exponent;
         for (i = 0; i < length; i++) {
             size_t index = row * length + i;
-            if ($visible && arena.$X[x + index] > peak) {
-                peak = arena.$X[x + index];
+            if ($visible && x[index] > peak) {
+                peak = x[index];
             }
         }
         for (i = 0; i < length; i++) {
             size_t index = row * length + i;
             if ($visible) {
-                sum += ${name}_exp(arena.$X[x + index] - peak, lowest, exp_bits, exp_shift, exp);
+                sum += ${name}_exp(x[index] - peak, lowest, exp_bits, exp_shift, exp);
             }
         }
         sum = sum < 1 ? 1 : sum;
@@ -329,158 +327,158 @@ static void $name(size_t x, size_t mask, size_t y, size_t rows, size_t length, c
         factor = levels * look_up(shift_left(sum, $reciprocal_input_bits - exponent), reciprocal);
         for (i = 0; i < length; i++) {
             size_t index = row * length + i;
-            int64_t value = $visible ? ${name}_exp(arena.$X[x + index] - peak, lowest, exp_bits, exp_shift, exp) : 0;
-            arena.$Y[y + index] = ($Y_type)clamp(round_shift(value * factor, $result_bits + exponent), 0, levels);
+            int64_t value = $visible ? ${name}_exp(x[index] - peak, lowest, exp_bits, exp_shift, exp) : 0;
+            y[index] = ($Y_type)clamp(round_shift(value * factor, $result_bits + exponent), 0, levels);
         }
     }
 }
 """,
     "norm": """\
-static void $name(size_t x, size_t y, const int32_t *weight, const int32_t *bias, size_t rows, size_t length,
-                  int64_t epsilon, int64_t shift, int64_t reciprocal_bits, int64_t output_bits)
+void $name(const $X_type *x, $Y_type *y, const int32_t *weight, const int32_t *bias, size_t rows, size_t length,
+           int64_t epsilon, int64_t shift, int64_t reciprocal_bits, int64_t output_bits)
 {
     size_t row, i;
     for (row = 0; row < rows; row++) {
         int64_t mean = 0, sum = epsilon, root, factor;
         if (bias) {
             for (i = 0; i < length; i++) {
-                mean += arena.$X[x + row * length + i];
+                mean += x[row * length + i];
             }
             mean = floor_divide(2 * mean + (int64_t)length, 2 * (int64_t)length);
         }
         for (i = 0; i < length; i++) {
-            int64_t value = shift_right(arena.$X[x + row * length + i] - mean, shift);
+            int64_t value = shift_right(x[row * length + i] - mean, shift);
             sum += value * value;
         }
         root = square_root(sum) * power_of_two(shift);
         factor = power_of_two(reciprocal_bits) / (root < 1 ? 1 : root);
         for (i = 0; i < length; i++) {
-            int64_t value = (arena.$X[x + row * length + i] - mean) * factor;
+            int64_t value = (x[row * length + i] - mean) * factor;
             value = round_shift(value, reciprocal_bits - output_bits) * weight[i] + (bias ? bias[i] : 0);
-            arena.$Y[y + row * length + i] = ($Y_type)value;
+            y[row * length + i] = ($Y_type)value;
         }
     }
 }
 """,
     "norm_table": """\
-static void $name(size_t x, size_t y, const int32_t *weight, const int32_t *bias, size_t rows, size_t length,
-                  int64_t epsilon, int64_t shift, int64_t output_bits, const table_constants *rsqrt)
+void $name(const $X_type *x, $Y_type *y, const int32_t *weight, const int32_t *bias, size_t rows, size_t length,
+           int64_t epsilon, int64_t shift, int64_t output_bits, const table_constants *rsqrt)
 {
     size_t row, i;
     for (row = 0; row < rows; row++) {
         int64_t mean = 0, sum = epsilon, exponent, factor;
         if (bias) {
             for (i = 0; i < length; i++) {
-                mean += arena.$X[x + row * length + i];
+                mean += x[row * length + i];
             }
             mean = floor_divide(2 * mean + (int64_t)length, 2 * (int64_t)length);
         }
         for (i = 0; i < length; i++) {
-            int64_t value = shift_right(arena.$X[x + row * length + i] - mean, shift);
+            int64_t value = shift_right(x[row * length + i] - mean, shift);
             sum += value * value;
         }
         sum = sum < 1 ? 1 : sum;
         exponent = floor_log2(sum) / 2;
         factor = look_up(shift_left(sum, $rsqrt_input_bits - 2 * exponent), rsqrt);
         for (i = 0; i < length; i++) {
-            int64_t value = (arena.$X[x + row * length + i] - mean) * factor;
+            int64_t value = (x[row * length + i] - mean) * factor;
             value = round_shift(value, $result_bits + exponent + shift - output_bits) * weight[i];
             value += bias ? bias[i] : 0;
-            arena.$Y[y + row * length + i] = ($Y_type)value;
+            y[row * length + i] = ($Y_type)value;
         }
     }
 }
 """,
     "mean": """\
-static void $name(size_t x, size_t y, size_t outer, size_t length, size_t inner)
+void $name(const $X_type *x, $Y_type *y, size_t outer, size_t length, size_t inner)
 {
     size_t row, i, k;
     for (row = 0; row < outer; row++) {
         for (k = 0; k < inner; k++) {
             int64_t sum = 0;
             for (i = 0; i < length; i++) {
-                sum += arena.$X[x + (row * length + i) * inner + k];
+                sum += x[(row * length + i) * inner + k];
             }
-            arena.$Y[y + row * inner + k] = ($Y_type)sum;
+            y[row * inner + k] = ($Y_type)sum;
         }
     }
 }
 """,
     "masked_mean": """\
-static void $name(size_t x, size_t mask, size_t y, size_t batch, size_t tokens, size_t width)
+void $name(const $X_type *x, const $Z_type *mask, $Y_type *y, size_t batch, size_t tokens, size_t width)
 {
     size_t row, i, k;
     for (row = 0; row < batch; row++) {
         for (k = 0; k < width; k++) {
             int64_t sum = 0, count = 0;
             for (i = 0; i < tokens; i++) {
-                if (arena.$Z[mask + row * tokens + i] != 0) {
-                    sum += arena.$X[x + (row * tokens + i) * width + k];
+                if (mask[row * tokens + i] != 0) {
+                    sum += x[(row * tokens + i) * width + k];
                     count++;
                 }
             }
             count = count < 1 ? 1 : count;
-            arena.$Y[y + row * width + k] = ($Y_type)floor_divide(2 * sum + count, 2 * count);
+            y[row * width + k] = ($Y_type)floor_divide(2 * sum + count, 2 * count);
         }
     }
 }
 """,
     "pool": """\
-static void $name(size_t x, size_t y, const pool *p)
+void $name(const $X_type *x, $Y_type *y, const pool *p)
 {
     uint32_t plane, row, column, k, l;
     for (plane = 0; plane < p->planes; plane++) {
         for (row = 0; row < p->out_height; row++) {
             for (column = 0; column < p->out_width; column++) {
-                size_t corner = x + ((size_t)plane * p->height + row * p->stride_height) * p->width
+                const $X_type *corner = x + ((size_t)plane * p->height + row * p->stride_height) * p->width
                                 + column * p->stride_width;
                 int64_t result = $initial;
                 for (k = 0; k < p->kernel_height; k++) {
                     for (l = 0; l < p->kernel_width; l++) {
-                        int64_t value = arena.$X[corner + (size_t)k * p->width + l];
+                        int64_t value = corner[(size_t)k * p->width + l];
                         $update
                     }
                 }
-                arena.$Y[y++] = ($Y_type)result;
+                *y++ = ($Y_type)result;
             }
         }
     }
 }
 """,
     "argmax": """\
-static void $name(size_t x, size_t y, size_t outer, size_t length, size_t inner)
+void $name(const $X_type *x, $Y_type *y, size_t outer, size_t length, size_t inner)
 {
     size_t row, i, k;
     for (row = 0; row < outer; row++) {
         for (k = 0; k < inner; k++) {
             size_t best = 0;
             for (i = 1; i < length; i++) {
-                if (arena.$X[x + (row * length + i) * inner + k] > arena.$X[x + (row * length + best) * inner + k]) {
+                if (x[(row * length + i) * inner + k] > x[(row * length + best) * inner + k]) {
                     best = i;
                 }
             }
-            arena.$Y[y + row * inner + k] = ($Y_type)best;
+            y[row * inner + k] = ($Y_type)best;
         }
     }
 }
 """,
     "positions": """\
-static void $name(size_t x, size_t y, size_t batch, size_t tokens, int64_t padding_index)
+void $name(const $X_type *x, $Y_type *y, size_t batch, size_t tokens, int64_t padding_index)
 {
     size_t row, i;
     for (row = 0; row < batch; row++) {
         int64_t count = 0;
         for (i = 0; i < tokens; i++) {
-            int64_t visible = padding_index < 0 || arena.$X[x + row * tokens + i] != padding_index;
+            int64_t visible = padding_index < 0 || x[row * tokens + i] != padding_index;
             count += visible;
-            arena.$Y[y++] = ($Y_type)(padding_index < 0 ? (int64_t)i : count * visible + padding_index);
+            *y++ = ($Y_type)(padding_index < 0 ? (int64_t)i : count * visible + padding_index);
         }
     }
 }
 """,
     "relative_bias": """\
-static void $name(size_t x, size_t y, const $T_type *table, size_t batch, size_t heads, size_t queries, size_t keys,
-                  size_t columns)
+void $name(const $X_type *x, $Y_type *y, const $T_type *table, size_t batch, size_t heads, size_t queries, size_t keys,
+           size_t columns)
 {
     size_t index, head, query, key;
     for (index = 0; index < batch; index++) {
@@ -488,7 +486,7 @@ static void $name(size_t x, size_t y, const $T_type *table, size_t batch, size_t
             for (query = 0; query < queries; query++) {
                 for (key = 0; key < keys; key++) {
                     int64_t bias = table[head * columns + columns / 2 + key - query];
-                    arena.$Y[y++] = ($Y_type)(arena.$X[x++] + bias);
+                    *y++ = ($Y_type)(*x++ + bias);
                 }
             }
         }
@@ -496,11 +494,11 @@ static void $name(size_t x, size_t y, const $T_type *table, size_t batch, size_t
 }
 """,
     "copy": """\
-static void $name(size_t x, size_t y, size_t count, const uint32_t *shape, const uint32_t *stride)
+void $name(const $X_type *x, $Y_type *y, size_t count, const uint32_t *shape, const uint32_t *stride)
 {
     size_t i;
     for (i = 0; i < count; i++) {
-        arena.$Y[y + i] = ($Y_type)arena.$X[x + strided(i, shape, stride)];
+        y[i] = ($Y_type)x[strided(i, shape, stride)];
     }
 }
 """,

@@ -1,7 +1,11 @@
 """Write an integer graph as C99: constants, one static arena for activations, no heap, no floating point, no library.
 
-`model.h` declares one function with the shapes, memory and scales; `model.c` has the operators and their calls;
-`constants_N.c` the weights and tables; `test.c` runs one input and compares the result with the reference.
+`model.h` declares one function with the shapes, memory and scales; `model.c` calls the operators of `kernels.c`;
+`constants_N.c` has the weights and tables; `test.c` runs one input and compares the result with the reference.
+
+Operators and calls are separate translation units on purpose. The arena is a union that tensors of several types
+share. Where GCC 12 inlines an operator that reads one member and writes another, it addresses both by one pointer,
+loses track of the arena and removes the store.
 """
 
 from __future__ import annotations
@@ -85,6 +89,8 @@ def write_source(graph: IntegerGraph, inputs: Mapping[str, Tensor]) -> CSource:
     files = {
         "model.h": _header(writer, arena, layers, constant_bytes),
         "model.c": _program(writer, body, arena),
+        "kernels.h": _kernels_header(writer),
+        "kernels.c": _kernels(writer),
         **constants,
         "test.c": _test(writer, inputs),
     }
@@ -166,26 +172,26 @@ class _Writer:
         yield f"    /* {_comment(text)} */"
         yield f"    {_CALLS[node.op](self, node)}"
 
-    def offset(self, name: str) -> str:
-        return str(self.arena.offsets[name] // _bytes(self.dtypes[name]))
+    def place(self, name: str, offset: int = 0) -> str:
+        """Return the address of a tensor in the arena, plus an offset in elements."""
+        dtype = self.dtypes[name]
+        return f"arena.{MEMBERS[dtype]} + {self.arena.offsets[name] // _bytes(dtype) + offset}"
 
     def count(self, name: str) -> int:
         return math.prod(self.shapes[name])
 
     def function(self, kernel: str, node: Node, *, suffix: str = "", **fields: str) -> str:
         """Write the function of a kernel for the dtypes of a node, once, and return its name."""
-        members = {"X": self.dtypes[node.inputs[0]], "Y": node.dtype}
+        dtypes = {"X": self.dtypes[node.inputs[0]], "Y": node.dtype}
         if len(node.inputs) > 1:
-            members["Z"] = self.dtypes[node.inputs[1]]
-        used = {key: dtype for key, dtype in members.items() if f"${key}" in KERNELS[kernel] + "".join(fields.values())}
-        name = "_".join((kernel, *([suffix] if suffix else []), *(MEMBERS[dtype] for dtype in used.values())))
+            dtypes["Z"] = self.dtypes[node.inputs[1]]
+        template = Template(KERNELS[kernel]).safe_substitute(fields)
+        used = [dtype for key, dtype in dtypes.items() if f"${key}_type" in template]
+        name = "_".join(("model", kernel, *([suffix] if suffix else []), *(MEMBERS[dtype] for dtype in used)))
         if name not in self.functions:
-            values = {key: MEMBERS[dtype] for key, dtype in used.items()}
-            types = {f"{key}_type": f"{dtype}_t" for key, dtype in members.items()}
-            template = Template(KERNELS[kernel]).safe_substitute(fields)
             self.functions[name] = Template(template).substitute(
-                values, name=name, result_bits=RESULT_BITS, rsqrt_input_bits=RSQRT_INPUT_BITS,
-                reciprocal_input_bits=RECIPROCAL_INPUT_BITS, **types,
+                {f"{key}_type": f"{dtype}_t" for key, dtype in dtypes.items()}, name=name, result_bits=RESULT_BITS,
+                rsqrt_input_bits=RSQRT_INPUT_BITS, reciprocal_input_bits=RECIPROCAL_INPUT_BITS,
             )  # fmt: skip
         return name
 
@@ -232,7 +238,7 @@ def _linear(writer: _Writer, node: Node) -> str:
     weight, bias = writer.constant(node, "weight", "int8"), writer.constant(node, "bias", "int32")
     rows = writer.count(x) // width
     name = writer.function("linear", node)
-    return f"{name}({writer.offset(x)}, {writer.offset(node.output)}, {weight}, {bias}, {rows}, {width}, {out});"
+    return f"{name}({writer.place(x)}, {writer.place(node.output)}, {weight}, {bias}, {rows}, {width}, {out});"
 
 
 def _matmul(writer: _Writer, node: Node) -> str:
@@ -244,7 +250,7 @@ def _matmul(writer: _Writer, node: Node) -> str:
         raise FormatError(f"an export to c multiplies batches of equal shape, and {node} has {batch} and {other}.")
     sizes = f"{math.prod(batch)}, {m}, {k}, {n}, {strides}"
     name = writer.function("matmul", node)
-    return f"{name}({writer.offset(a)}, {writer.offset(b)}, {writer.offset(node.output)}, {sizes});"
+    return f"{name}({writer.place(a)}, {writer.place(b)}, {writer.place(node.output)}, {sizes});"
 
 
 def _convolution(writer: _Writer, node: Node) -> str:
@@ -258,7 +264,7 @@ def _convolution(writer: _Writer, node: Node) -> str:
     structure = writer.structure("convolution", ", ".join(map(str, fields)))
     weight, bias = writer.constant(node, "weight", "int8"), writer.constant(node, "bias", "int32")
     name = writer.function("convolution", node)
-    return f"{name}({writer.offset(x)}, {writer.offset(node.output)}, {weight}, {bias}, &{structure});"
+    return f"{name}({writer.place(x)}, {writer.place(node.output)}, {weight}, {bias}, &{structure});"
 
 
 def _embedding(writer: _Writer, node: Node) -> str:
@@ -266,7 +272,7 @@ def _embedding(writer: _Writer, node: Node) -> str:
     table = node.constants["table"]
     dtype = dtype_name(table)
     name = writer.function("embedding", node, suffix=MEMBERS[dtype], T_type=f"{dtype}_t")
-    arguments = f"{writer.offset(ids)}, {writer.offset(node.output)}, {writer.constant(node, 'table', dtype)}"
+    arguments = f"{writer.place(ids)}, {writer.place(node.output)}, {writer.constant(node, 'table', dtype)}"
     sizes = f"{writer.count(ids)}, {table.shape[0]}, {table.shape[1]}"
     return f"if ({name}({arguments}, {sizes})) {{\n        return 1;\n    }}"
 
@@ -282,14 +288,14 @@ def _requantize(writer: _Writer, node: Node) -> str:
     limits = f"{_literal(_int(node, 'minimum'))}, {_literal(_int(node, 'maximum'))}"
     multiplier, shift = writer.constant(node, "multiplier", "int32"), writer.constant(node, "shift", "int32")
     name = writer.function("requantize", node)
-    return f"{name}({writer.offset(x)}, {writer.offset(node.output)}, {multiplier}, {shift}, {sizes}, {limits});"
+    return f"{name}({writer.place(x)}, {writer.place(node.output)}, {multiplier}, {shift}, {sizes}, {limits});"
 
 
 def _add(writer: _Writer, node: Node) -> str:
     a, b = node.inputs
     shape = writer.shapes[node.output]
     (full, a_strides), (_, b_strides) = (writer.broadcast(name, shape, node) for name in (a, b))
-    places = f"{writer.offset(a)}, {writer.offset(b)}, {writer.offset(node.output)}, {writer.count(node.output)}"
+    places = f"{writer.place(a)}, {writer.place(b)}, {writer.place(node.output)}, {writer.count(node.output)}"
     return f"{writer.function('add', node)}({places}, {full}, {a_strides}, {b_strides});"
 
 
@@ -315,26 +321,20 @@ def _table(writer: _Writer, node: Node) -> str:
 def _softmax(writer: _Writer, node: Node) -> str:
     x, *mask = node.inputs
     shape = writer.shapes[x]
+    parameters = "const $Z_type *mask, const uint32_t *shape, const uint32_t *mask_stride, "
     if mask:
-        full, strides = writer.broadcast(mask[0], shape, node)
-        visible, suffix, place = (
-            "arena.$Z[mask + strided(index, shape, mask_stride)] != 0",
-            "masked",
-            writer.offset(mask[0]),
-        )
+        fields = {"mask_parameters": parameters, "visible": "mask[strided(index, shape, mask_stride)] != 0"}
+        arguments = f"{writer.place(mask[0])}, {', '.join(writer.broadcast(mask[0], shape, node))}, "
     else:
-        full, strides, visible, suffix, place = "NULL", "NULL", "1", "", "0"
-    name = writer.function(node.op, node, suffix=suffix, visible=visible)
-    if not mask:  # parameters that the function without a mask does not read
-        unused = "    (void)mask;\n    (void)shape;\n    (void)mask_stride;\n    for (row = 0;"
-        writer.functions[name] = re.sub(r"    for \(row = 0;", unused, writer.functions[name], count=1)
-    sizes = f"{writer.count(x) // shape[-1]}, {shape[-1]}, {full}, {strides}, {_int(node, 'levels')}"
+        fields, arguments = {"mask_parameters": "", "visible": "1"}, ""
+    name = writer.function(node.op, node, suffix="masked" if mask else "", **fields)
+    sizes = f"{writer.count(x) // shape[-1]}, {shape[-1]}, {_int(node, 'levels')}"
     if node.op == "softmax":
         constants = f"{_int(node, 'reciprocal_bits')}, {writer.exp(node)}"
     else:
         numbers = ", ".join(_literal(_int(node, key)) for key in ("lowest", "exp_bits", "exp_shift"))
         constants = f"{numbers}, {writer.table(node, 'exp_')}, {writer.table(node, 'reciprocal_')}"
-    return f"{name}({writer.offset(x)}, {place}, {writer.offset(node.output)}, {sizes}, {constants});"
+    return f"{name}({writer.place(x)}, {arguments}{writer.place(node.output)}, {sizes}, {constants});"
 
 
 def _norm(writer: _Writer, node: Node) -> str:
@@ -348,19 +348,19 @@ def _norm(writer: _Writer, node: Node) -> str:
         kernel, last = "norm", f"{_int(node, 'reciprocal_bits')}, {_int(node, 'output_bits')}"
     sizes = f"{writer.count(x) // length}, {length}, {', '.join(map(_literal, numbers))}"
     name = writer.function(kernel, node)
-    return f"{name}({writer.offset(x)}, {writer.offset(node.output)}, {weight}, {bias}, {sizes}, {last});"
+    return f"{name}({writer.place(x)}, {writer.place(node.output)}, {weight}, {bias}, {sizes}, {last});"
 
 
 def _along_axis(writer: _Writer, node: Node) -> str:
     (x,) = node.inputs
     shape, axis = writer.shapes[x], _int(node, "axis", -1) % len(writer.shapes[x])
     sizes = f"{math.prod(shape[:axis])}, {shape[axis]}, {math.prod(shape[axis + 1 :])}"
-    return f"{writer.function(node.op, node)}({writer.offset(x)}, {writer.offset(node.output)}, {sizes});"
+    return f"{writer.function(node.op, node)}({writer.place(x)}, {writer.place(node.output)}, {sizes});"
 
 
 def _masked_mean(writer: _Writer, node: Node) -> str:
     x, mask = node.inputs
-    places = f"{writer.offset(x)}, {writer.offset(mask)}, {writer.offset(node.output)}"
+    places = f"{writer.place(x)}, {writer.place(mask)}, {writer.place(node.output)}"
     return f"{writer.function('masked_mean', node)}({places}, {', '.join(map(str, writer.shapes[x]))});"
 
 
@@ -376,13 +376,13 @@ def _pool(writer: _Writer, node: Node) -> str:
         initial, update = "INT64_MIN", "result = value > result ? value : result;"
     name = writer.function("pool", node, suffix=node.op[:3], initial=initial, update=update)
     structure = writer.structure("pool", ", ".join(map(str, fields)))
-    return f"{name}({writer.offset(x)}, {writer.offset(node.output)}, &{structure});"
+    return f"{name}({writer.place(x)}, {writer.place(node.output)}, &{structure});"
 
 
 def _positions(writer: _Writer, node: Node) -> str:
     (ids,) = node.inputs
     batch, tokens = writer.shapes[ids]
-    arguments = f"{writer.offset(ids)}, {writer.offset(node.output)}, {batch}, {tokens}, {_int(node, 'padding_index')}"
+    arguments = f"{writer.place(ids)}, {writer.place(node.output)}, {batch}, {tokens}, {_int(node, 'padding_index')}"
     return f"{writer.function('positions', node)}({arguments});"
 
 
@@ -392,15 +392,13 @@ def _relative_bias(writer: _Writer, node: Node) -> str:
     dtype = dtype_name(table)
     name = writer.function("relative_bias", node, suffix=MEMBERS[dtype], T_type=f"{dtype}_t")
     sizes = f"{', '.join(map(str, writer.shapes[x]))}, {table.shape[1]}"
-    return (
-        f"{name}({writer.offset(x)}, {writer.offset(node.output)}, {writer.constant(node, 'table', dtype)}, {sizes});"
-    )
+    return f"{name}({writer.place(x)}, {writer.place(node.output)}, {writer.constant(node, 'table', dtype)}, {sizes});"
 
 
 def _copy(writer: _Writer, node: Node) -> str:
     """Write permute, slice, and a reshape that changes the dtype, as a copy by strides."""
     (x,) = node.inputs
-    own, out, offset = writer.shapes[x], writer.shapes[node.output], int(writer.offset(x))
+    own, out, offset = writer.shapes[x], writer.shapes[node.output], 0
     if len(out) > RANK:
         raise FormatError(f"an export to c supports {RANK} axes, and {node} has {len(out)}.")
     strides = [math.prod(own[axis + 1 :]) for axis in range(len(own))]
@@ -414,7 +412,7 @@ def _copy(writer: _Writer, node: Node) -> str:
     padding = RANK - len(out)
     arrays = f"{writer.axes([1] * padding + list(out))}, {writer.axes([0] * padding + strides)}"
     name = writer.function("copy", node)
-    return f"{name}({offset}, {writer.offset(node.output)}, {writer.count(node.output)}, {arrays});"
+    return f"{name}({writer.place(x, offset)}, {writer.place(node.output)}, {writer.count(node.output)}, {arrays});"
 
 
 _CALLS: dict[str, Callable[[_Writer, Node], str]] = {
@@ -428,7 +426,7 @@ _CALLS: dict[str, Callable[[_Writer, Node], str]] = {
 
 
 def _in_out(writer: _Writer, node: Node) -> str:
-    return f"{writer.offset(node.inputs[0])}, {writer.offset(node.output)}, {writer.count(node.inputs[0])}"
+    return f"{writer.place(node.inputs[0])}, {writer.place(node.output)}, {writer.count(node.inputs[0])}"
 
 
 def _int(node: Node, name: str, default: int | None = None) -> int:
@@ -537,9 +535,8 @@ def _scale_text(graph: IntegerGraph, name: str) -> str:
 def _program(writer: _Writer, body: str, arena: Arena) -> str:
     size = max(arena.size, 8)
     members = "\n".join(f"    {dtype}_t {member}[{size // _bytes(dtype)}];" for dtype, member in MEMBERS.items())
-    kernels = "\n".join(writer.functions.values())
-    copies_in = _copies(writer, list(writer.graph.inputs), "arena.{m}[{offset} + i] = in_{name}[i];")
-    copies_out = _copies(writer, writer.graph.outputs, "out_{name}[i] = arena.{m}[{offset} + i];")
+    copies_in = _copies(writer, list(writer.graph.inputs), "({place})[i] = in_{name}[i];")
+    copies_out = _copies(writer, writer.graph.outputs, "out_{name}[i] = ({place})[i];")
     structures = "\n".join(writer.structures.values())
     return f"""\
 #include "model.h"
@@ -547,19 +544,15 @@ def _program(writer: _Writer, body: str, arena: Arena) -> str:
 #include <stddef.h>
 
 #include "constants.h"
+#include "kernels.h"
 
-#define RANK {RANK}
-
-/* Activations; lifetimes were planned, and an access through a union may alias. */
+/* Activations, at offsets that were planned by their lifetimes. */
 static union {{
 {members}
 }} arena;
 
-{_STRUCTURES}
 {structures}
 
-{_used_helpers(kernels)}
-{kernels}
 {_signature(writer)}
 {{
     size_t i;
@@ -571,10 +564,40 @@ static union {{
 """
 
 
+def _kernels_header(writer: _Writer) -> str:
+    functions = "\n".join(writer.functions.values())
+    prototypes = "\n".join(
+        f"{prototype};" for prototype in re.findall(r"^(?:void|int) \w+\([^{]*?\)(?=\n\{)", functions, re.MULTILINE)
+    )
+    return f"""\
+#ifndef MODEL_KERNELS_H
+#define MODEL_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define RANK {RANK}
+
+{_STRUCTURES}
+{prototypes}
+
+#endif
+"""
+
+
+def _kernels(writer: _Writer) -> str:
+    kernels = "\n".join(writer.functions.values())
+    return f"""\
+#include "kernels.h"
+
+{_used_helpers(kernels)}
+{kernels}"""
+
+
 def _copies(writer: _Writer, names: list[str], statement: str) -> str:
     return "\n".join(
         f"    for (i = 0; i < {writer.count(name)}; i++) {{\n        "
-        + statement.format(m=MEMBERS[writer.dtypes[name]], offset=writer.offset(name), name=writer.identifiers[name])
+        + statement.format(place=writer.place(name), name=writer.identifiers[name])
         + "\n    }"
         for name in names
     )

@@ -93,18 +93,20 @@ class OnnxInteger(ExportFormat):
         inputs = graph_inputs(model, graph, *_SHAPES[0])
         ranks = {name: tensor.dim() for name, tensor in inputs.items()}
         ranks |= {node.output: tensor.dim() for node, tensor in Interpreter(graph).trace(inputs)}
+        axes = ("batch", "length") if "input_ids" in graph.inputs else ("batch",)
+        path = folder / "model.onnx"
         if self.qdq:
             qdq = QdqOnnx(graph, ranks)
-            save_onnx(qdq.writer, graph, ranks, dict.fromkeys(graph.outputs, "float32"), folder / "model.onnx")
+            save_onnx(qdq.writer, graph, ranks, dict.fromkeys(graph.outputs, "float32"), path, axes)
             notes = ["the outputs are float32; runtimes that fuse QDQ operators round differently from the integers."]
         else:
             integer = IntegerOnnx(graph, ranks)
-            save_onnx(integer.writer, graph, ranks, integer.dtypes, folder / "model.onnx")
+            save_onnx(integer.writer, graph, ranks, integer.dtypes, path, axes)
             write_json(folder / "scales.json", {name: graph.scales.get(name) for name in graph.outputs})
             notes = ["the outputs are integers: multiply them by scales.json. For speed, export with --qdq."]
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(folder)
-        return Export(count_types(folder / "model.onnx"), notes)
+        return Export(count_types(path), notes)
 
     def verify(self, model: Model, folder: Path) -> None:
         """Compare with the reference: all bits of the integer form, the size of the difference of the QDQ form."""
@@ -156,20 +158,19 @@ def _quantized(graph: IntegerGraph, name: str, values: Tensor) -> Tensor:
 
 
 def save_onnx(
-    writer: GraphWriter, graph: IntegerGraph, ranks: dict[str, int], dtypes: dict[str, str], path: Path
-) -> None:
-    """Save the nodes of a writer as a model with a dynamic batch size and, for texts, sequence length."""
+    writer: GraphWriter, graph: IntegerGraph, ranks: dict[str, int], dtypes: dict[str, str], path: Path,
+    axes: tuple[str, ...] = (),
+) -> None:  # fmt: skip
+    """Save the nodes of a writer as a model of dynamic shapes; `axes` names the first axes that all inputs share."""
     import onnx
     from onnx import helper
 
-    def info(name: str, dtype: str, axes: list[str | None]) -> onnx.ValueInfoProto:
-        return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), axes)
+    def info(name: str, dtype: str, names: tuple[str, ...]) -> onnx.ValueInfoProto:
+        shape = [*names, *[None] * ranks[name]][: ranks[name]]
+        return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), shape)
 
-    inputs = [
-        info(name, dtype, ["batch", "length"] if ranks[name] == 2 else ["batch", *[None] * (ranks[name] - 1)])
-        for name, dtype in graph.inputs.items()
-    ]
-    outputs = [info(name, dtypes[name], [None] * ranks[name]) for name in graph.outputs]
+    inputs = [info(name, dtype, axes) for name, dtype in graph.inputs.items()]
+    outputs = [info(name, dtypes[name], ()) for name in graph.outputs]
     body = helper.make_graph(writer.nodes, "integer", inputs, outputs, writer.initializers)
     model = helper.make_model(body, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=9)
     onnx.checker.check_model(model)
