@@ -74,7 +74,7 @@ def test_softmax(scale: float) -> None:
                 assert same(KERNELS.softmax(x.to(DEVICE), on_device, Steps(), constants, torch.int8), expected)
 
 
-@pytest.mark.parametrize("max_keys", [1024, 8], ids=["fused", "three kernels"])
+@pytest.mark.parametrize("max_keys", [512, 8], ids=["fused", "three kernels"])
 def test_attention(monkeypatch: pytest.MonkeyPatch, max_keys: int) -> None:
     monkeypatch.setattr("smelt.kernels.gpu.integer.MAX_ATTENTION_KEYS", max_keys)
     batch, heads, queries, keys, head_dim = 2, 3, 20, 21, 33
@@ -142,18 +142,17 @@ def test_a_whole_encoder() -> None:
 
 
 def test_tiles_follow_the_shape() -> None:
-    assert tile_for(1, 4096, 3072, 768)[:2] == (128, 256)
     assert tile_for(1, 4096, 768, 768)[:2] == (128, 128)
     assert tile_for(1, 128, 768, 768)[:2] == (64, 64)
     assert tile_for(1, 1, 768, 20)[:3] == (16, 64, 32)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("batch", "length"), [(1, 128), (32, 128), (3, 300)])
+@pytest.mark.parametrize(("batch", "length"), [(1, 128), (32, 128), (3, 300), (1, 600)])
 def test_a_gpu_uses_the_kernels(batch: int, length: int) -> None:
     """BERT-base shape: large tiles, and rows of keys of all sizes."""
     assert isinstance(integer_kernels("cuda"), GpuKernels)
-    graph = random_encoder(layers=1, width=768, heads=12, inner=3072)
+    graph = random_encoder(layers=1, width=768, heads=12, inner=3072, positions=1024)
     inputs = token_batch(batch, length)
     expected = Interpreter(graph, "cpu").run(inputs)
     for node in graph.nodes:

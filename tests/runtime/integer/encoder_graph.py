@@ -97,9 +97,9 @@ class RandomEncoder:
         return name
 
 
-def random_encoder(layers: int, width: int, heads: int, inner: int) -> IntegerGraph:
+def random_encoder(layers: int, width: int, heads: int, inner: int, positions: int = 512) -> IntegerGraph:
     """Return the graph of an encoder with a classification head."""
-    encoder = RandomEncoder(width, heads, inner)
+    encoder = RandomEncoder(width, heads, inner, positions=positions)
     for _ in range(layers):
         encoder.block()
     return encoder.finish()

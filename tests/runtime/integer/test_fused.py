@@ -8,14 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from smelt.compression.calibration.ranges import observe_ranges
 from smelt.errors import ModelError
 from smelt.kernels import integer as dispatcher
 from smelt.kernels.integer import integer_kernels
 from smelt.kernels.integer_interface import Add, Gelu, Requantize
+from smelt.models.load import load
 from smelt.runtime.integer import run
+from smelt.runtime.integer.encoders import convert_encoder, observed_modules
 from smelt.runtime.integer.fused import FusedProgram, LinearCall, MapCall, NormCall, ReferenceCall
 from smelt.runtime.integer.graph import IntegerGraph, Node
-from smelt.runtime.integer.run import Interpreter
+from smelt.runtime.integer.run import Interpreter, token_inputs
 from tests.kernels.instruction_sets import NEEDS_COMPILER
 from tests.runtime.integer.encoder_graph import random_encoder, token_batch
 
@@ -42,7 +45,20 @@ def test_a_whole_encoder(batch: int, length: int) -> None:
     assert_same_outputs(random_encoder(layers=2, width=60, heads=3, inner=130), token_batch(batch, length))
 
 
-def test_every_block_is_eight_kernels() -> None:
+def test_minilm() -> None:
+    """The bundled encoder: real weights and activations with outliers, on sentences of different lengths."""
+    try:
+        model = load("minilm-l6")
+    except ModelError as error:
+        pytest.skip(str(error))
+    assert model.tokenizer is not None
+    sentences = ["A man is playing a guitar.", "The stock market fell sharply today, and nobody knew why.", "Yes"]
+    batch = token_inputs(dict(model.tokenizer(sentences, padding=True, return_tensors="pt")))
+    ranges = observe_ranges(model.network, observed_modules(model.network), [batch])
+    assert_same_outputs(convert_encoder(model.network, ranges), batch)
+
+
+def test_every_block_is_nine_kernels() -> None:
     """Six products and attention, with all that follows them, and two norms with the sums before them."""
     calls = fused(random_encoder(layers=2, width=32, heads=2, inner=64)).calls
     kinds = Counter(type(call).__name__ for call in calls)

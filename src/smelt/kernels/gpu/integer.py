@@ -31,7 +31,7 @@ from smelt.kernels.integer_interface import (
     mask_rows,
 )
 
-MAX_ATTENTION_KEYS = 1024  # scores of a block of queries stay in registers
+MAX_ATTENTION_KEYS = 512  # scores of 16 queries stay in registers; more would spill
 # Codes of the kernels' constants. A requantization: with one multiplier, or one per channel. A sum: as it is, or
 # requantized in one of these ways. An activation.
 _NONE = 0
@@ -454,7 +454,7 @@ def tile_for(batch: int, m: int, n: int, k: int) -> tuple[int, int, int, int, in
     """Return rows, columns and depth of a tile, warps and pipeline stages."""
     block_k = 128 if k >= 128 else max(triton.next_power_of_2(k), 32)
     if batch * triton.cdiv(m, 128) * triton.cdiv(n, 128) >= 128:
-        return (128, 256, block_k, 8, 3) if n % 256 == 0 and m * n >= 1 << 23 else (128, 128, block_k, 8, 4)
+        return 128, 128, block_k, 8, 4  # 128 x 256 would spill the 64-bit products of the requantization
     if m <= 16:
         return 16, 64, block_k, 4, 4
     return 64, 64, block_k, 4, 4
