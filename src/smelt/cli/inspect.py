@@ -34,6 +34,10 @@ def run(
         f"blocks {count(content['block_parameters'])} parameters, {macs(content['macs'])} "
         f"for {tokens} tokens (one image for vision models)"
     )
+    sqnr = _layer_sqnr(Path(model) / "measurements.json")
+    if sqnr:
+        rows = [[layer, f"{decibels:.1f} dB"] for layer, decibels in sqnr.items()]
+        console.print(table("signal to quantization noise", ["layer", "ratio"], rows))
     kv = read_kv_cache_format(model)
     if kv is not None:
         console.print(f"KV cache in {kv}")
@@ -42,5 +46,18 @@ def run(
         for line in passport_lines(passport):
             console.print(line)
     described = {"fingerprint": passport.fingerprint, "source": passport.source} if passport else None
-    extra = {"kv": kv and kv.to_json(), "passport": described}
+    extra = {"sqnr_db": sqnr, "kv": kv and kv.to_json(), "passport": described}
     write_json(json_file, {"model": model, **content, **{name: value for name, value in extra.items() if value}})
+
+
+def _layer_sqnr(file: Path) -> dict[str, float]:
+    """Return the ratio of every layer that the conversion to integers measured; empty for other models."""
+    from smelt.models.json_file import read_object
+
+    steps = read_object(file).get("steps") if file.is_file() else None
+    for step in steps if isinstance(steps, list) else []:
+        facts = step.get("facts") if isinstance(step, dict) else None
+        ratios = facts.get("sqnr_db") if isinstance(facts, dict) else None
+        if isinstance(ratios, dict):
+            return {str(layer): value for layer, value in ratios.items() if isinstance(value, int | float)}
+    return {}

@@ -1,0 +1,29 @@
+"""An encoder becomes integers by the command line: saved, verified, gated, compared and inspected."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.cli.conftest import Place, Smelt
+
+
+def test_integer_only_ends_like_any_compression(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+    out = str(tmp_path / "integer")
+    data = ("--data", place / "rows.jsonl", "--eval-data", place / "rows.jsonl")
+    done = smelt_here("compress", place / "bert", "--method", "integer-only", *data, "-o", out, "--max-drop", "5pt")
+    assert done.code == 0, done.err
+    assert "gate passed" in done.out and "saved and verified" in done.out
+    quality = smelt_here("eval", out, "--data", place / "rows.jsonl", "--against", place / "bert")
+    assert quality.code == 0, quality.err
+    inspected = smelt_here("inspect", out, "--json", str(tmp_path / "inspect.json"))
+    assert "signal to quantization noise" in inspected.out, inspected.err
+    content = json.loads((tmp_path / "inspect.json").read_text())
+    assert content["sqnr_db"]["classifier (linear)"] > 10
+    compressed = ("--method", "rtn", "-o", str(tmp_path / "twice"))
+    smelt_here("compress", out, *compressed).refused("runs a program, which no step can change")
+
+
+def test_decoder_is_refused_before_it_is_loaded(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+    done = smelt_here("compress", place / "llama", "--method", "integer-only", "-o", str(tmp_path / "out"))
+    done.refused("there is no integer form of llama networks")
