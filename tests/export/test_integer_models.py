@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,16 +14,19 @@ import torch
 from transformers import PreTrainedModel
 
 from smelt.compression.calibration.ranges import observe_ranges
-from smelt.errors import FormatError
+from smelt.compression.quantization.integer_only import IntegerOnly
+from smelt.errors import ConfigError, FormatError
 from smelt.export import export
 from smelt.export.c_source import write_files, write_source
 from smelt.export.integer import graph_inputs, run_onnx, save_onnx
 from smelt.models.inputs import random_inputs
 from smelt.models.model import Model
-from smelt.runtime.integer.encoders import convert_encoder, observed_modules
+from smelt.runtime.integer.builder import GraphBuilder
+from smelt.runtime.integer.encoders import NewBuilder, convert_encoder, observed_modules
 from smelt.runtime.integer.graph import IntegerGraph
 from smelt.runtime.integer.network import IntegerNetwork
 from smelt.runtime.integer.run import Interpreter
+from smelt.runtime.integer.table_builder import TableBuilder
 from tests.export.integer_graphs import all_operators
 from tests.tiny import BUILDS
 
@@ -31,10 +35,10 @@ STRICT = ["-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror"]
 
 
 @cache
-def integer_model(kind: str) -> Model:
+def integer_model(kind: str, new_builder: NewBuilder = GraphBuilder) -> Model:
     network: PreTrainedModel = BUILDS[kind]()
     batches = [random_inputs(network, 4, 16)]
-    graph = convert_encoder(network, observe_ranges(network, observed_modules(network), batches, None))
+    graph = convert_encoder(network, observe_ranges(network, observed_modules(network), batches, None), new_builder)
     return Model(IntegerNetwork(graph, network), None, source=kind)
 
 
@@ -118,6 +122,22 @@ class TestOnnx:
             assert float((actual - real).square().mean().sqrt()) < 0.1 * float(real.square().mean().sqrt())
 
 
+def test_tables_replace_the_nonlinear_functions(tmp_path: Path) -> None:
+    """NN-LUT: the logits stay close to those of I-BERT's forms, and C and ONNX have the same integers."""
+    tables, polynomials = integer_model("bert", TableBuilder), integer_model("bert")
+    operators = {node.op for node in graph_of(tables).nodes}
+    assert {"table", "softmax_table", "layer_norm_table"} < operators
+    assert not {"gelu", "tanh", "softmax", "layer_norm"} & operators
+    inputs = random_inputs(polynomials.network, 16, 20)
+    logits, expected = (model.network(**inputs).logits for model in (tables, polynomials))
+    assert float((logits - expected).square().mean().sqrt()) < 0.1 * float(expected.std())
+    if shutil.which("gcc") is not None:
+        export(tables, "c", tmp_path / "c", length=12)
+    if find_spec("onnxruntime") is not None:
+        export(tables, "onnx-int", tmp_path / "onnx")
+        export(tables, "onnx-int", tmp_path / "qdq", qdq=True)
+
+
 @pytest.mark.parametrize("to", ["c", "onnx-int"])
 def test_a_float_model_is_refused(to: str, tmp_path: Path) -> None:
     if to == "onnx-int":
@@ -126,3 +146,8 @@ def test_a_float_model_is_refused(to: str, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="--method integer-only"):
         export(model, to, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_tables_have_the_entries_that_exist() -> None:
+    with pytest.raises(ConfigError, match="8, 16, 32 entries, not 12"):
+        IntegerOnly(nonlinear="nn-lut", entries=12)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from smelt.errors import FormatError
 from smelt.export.arena import Arena, plan_arena
+from smelt.export.attributes import integer, integers
 from smelt.export.c_kernels import HELPERS, KERNELS
 from smelt.runtime.integer.graph import DTYPES, IntegerGraph, Node, dtype_name
 from smelt.runtime.integer.run import Interpreter
@@ -220,7 +221,7 @@ class _Writer:
         )
 
     def exp(self, node: Node) -> str:
-        return "&" + self.structure("exp_constants", ", ".join(_literal(_int(node, name)) for name in _EXP_FIELDS))
+        return "&" + self.structure("exp_constants", ", ".join(_literal(integer(node, name)) for name in _EXP_FIELDS))
 
     def broadcast(self, name: str, shape: tuple[int, ...], node: Node) -> tuple[str, str]:
         """Return arrays with a shape of RANK axes, and the strides of a tensor in it; a repeated axis has stride 0."""
@@ -244,7 +245,7 @@ def _linear(writer: _Writer, node: Node) -> str:
 def _matmul(writer: _Writer, node: Node) -> str:
     a, b = node.inputs
     (*batch, m, k), (*other, rows, columns) = writer.shapes[a], writer.shapes[b]
-    transposed = _int(node, "transpose_b", 0)
+    transposed = integer(node, "transpose_b", 0)
     n, strides = (rows, f"1, {k}") if transposed else (columns, f"{columns}, 1")
     if batch != other:
         raise FormatError(f"an export to c multiplies batches of equal shape, and {node} has {batch} and {other}.")
@@ -259,8 +260,8 @@ def _convolution(writer: _Writer, node: Node) -> str:
     out, group_in, *kernel = node.constants["weight"].shape
     height, width = _pair(size)
     fields = [batch, channels, height, width, out, *_pair(writer.shapes[node.output][2:])]
-    fields += [_int(node, "groups", 1), group_in, *_pair(kernel), *_pair(_list(node, "stride", 1, len(size)))]
-    fields += [*_pair(_list(node, "padding", 0, len(size)), 0), *_pair(_list(node, "dilation", 1, len(size)))]
+    fields += [integer(node, "groups", 1), group_in, *_pair(kernel), *_pair(integers(node, "stride", 1, len(size)))]
+    fields += [*_pair(integers(node, "padding", 0, len(size)), 0), *_pair(integers(node, "dilation", 1, len(size)))]
     structure = writer.structure("convolution", ", ".join(map(str, fields)))
     weight, bias = writer.constant(node, "weight", "int8"), writer.constant(node, "bias", "int32")
     name = writer.function("convolution", node)
@@ -280,12 +281,12 @@ def _embedding(writer: _Writer, node: Node) -> str:
 def _requantize(writer: _Writer, node: Node) -> str:
     (x,) = node.inputs
     channels = node.constants["multiplier"].numel()
-    shape, axis = writer.shapes[x], _int(node, "axis", -1) % len(writer.shapes[x])
+    shape, axis = writer.shapes[x], integer(node, "axis", -1) % len(writer.shapes[x])
     if channels == 1:
         sizes = f"1, 1, {writer.count(x)}"
     else:
         sizes = f"{math.prod(shape[:axis])}, {channels}, {math.prod(shape[axis + 1 :])}"
-    limits = f"{_literal(_int(node, 'minimum'))}, {_literal(_int(node, 'maximum'))}"
+    limits = f"{_literal(integer(node, 'minimum'))}, {_literal(integer(node, 'maximum'))}"
     multiplier, shift = writer.constant(node, "multiplier", "int32"), writer.constant(node, "shift", "int32")
     name = writer.function("requantize", node)
     return f"{name}({writer.place(x)}, {writer.place(node.output)}, {multiplier}, {shift}, {sizes}, {limits});"
@@ -303,7 +304,7 @@ def _elementwise(*attributes: str) -> Callable[[_Writer, Node], str]:
     """Return the writer of an operator on single elements with these attributes."""
 
     def call(writer: _Writer, node: Node) -> str:
-        values = "".join(f", {_literal(_int(node, name))}" for name in attributes)
+        values = "".join(f", {_literal(integer(node, name))}" for name in attributes)
         return f"{writer.function(node.op, node)}({_in_out(writer, node)}{values});"
 
     return call
@@ -311,7 +312,7 @@ def _elementwise(*attributes: str) -> Callable[[_Writer, Node], str]:
 
 def _tanh(writer: _Writer, node: Node) -> str:
     name = writer.function("tanh", node)
-    return f"{name}({_in_out(writer, node)}, {_int(node, 'levels')}, {writer.exp(node)});"
+    return f"{name}({_in_out(writer, node)}, {integer(node, 'levels')}, {writer.exp(node)});"
 
 
 def _table(writer: _Writer, node: Node) -> str:
@@ -328,11 +329,11 @@ def _softmax(writer: _Writer, node: Node) -> str:
     else:
         fields, arguments = {"mask_parameters": "", "visible": "1"}, ""
     name = writer.function(node.op, node, suffix="masked" if mask else "", **fields)
-    sizes = f"{writer.count(x) // shape[-1]}, {shape[-1]}, {_int(node, 'levels')}"
+    sizes = f"{writer.count(x) // shape[-1]}, {shape[-1]}, {integer(node, 'levels')}"
     if node.op == "softmax":
-        constants = f"{_int(node, 'reciprocal_bits')}, {writer.exp(node)}"
+        constants = f"{integer(node, 'reciprocal_bits')}, {writer.exp(node)}"
     else:
-        numbers = ", ".join(_literal(_int(node, key)) for key in ("lowest", "exp_bits", "exp_shift"))
+        numbers = ", ".join(_literal(integer(node, key)) for key in ("lowest", "exp_bits", "exp_shift"))
         constants = f"{numbers}, {writer.table(node, 'exp_')}, {writer.table(node, 'reciprocal_')}"
     return f"{name}({writer.place(x)}, {arguments}{writer.place(node.output)}, {sizes}, {constants});"
 
@@ -341,11 +342,11 @@ def _norm(writer: _Writer, node: Node) -> str:
     (x,) = node.inputs
     length = writer.shapes[x][-1]
     weight, bias = writer.constant(node, "weight", "int32"), writer.constant(node, "bias", "int32")
-    numbers = [_int(node, "epsilon"), _int(node, "shift")]
+    numbers = [integer(node, "epsilon"), integer(node, "shift")]
     if node.op.endswith("_table"):
-        kernel, last = "norm_table", f"{_int(node, 'output_bits')}, {writer.table(node)}"
+        kernel, last = "norm_table", f"{integer(node, 'output_bits')}, {writer.table(node)}"
     else:
-        kernel, last = "norm", f"{_int(node, 'reciprocal_bits')}, {_int(node, 'output_bits')}"
+        kernel, last = "norm", f"{integer(node, 'reciprocal_bits')}, {integer(node, 'output_bits')}"
     sizes = f"{writer.count(x) // length}, {length}, {', '.join(map(_literal, numbers))}"
     name = writer.function(kernel, node)
     return f"{name}({writer.place(x)}, {writer.place(node.output)}, {weight}, {bias}, {sizes}, {last});"
@@ -353,7 +354,7 @@ def _norm(writer: _Writer, node: Node) -> str:
 
 def _along_axis(writer: _Writer, node: Node) -> str:
     (x,) = node.inputs
-    shape, axis = writer.shapes[x], _int(node, "axis", -1) % len(writer.shapes[x])
+    shape, axis = writer.shapes[x], integer(node, "axis", -1) % len(writer.shapes[x])
     sizes = f"{math.prod(shape[:axis])}, {shape[axis]}, {math.prod(shape[axis + 1 :])}"
     return f"{writer.function(node.op, node)}({writer.place(x)}, {writer.place(node.output)}, {sizes});"
 
@@ -366,10 +367,10 @@ def _masked_mean(writer: _Writer, node: Node) -> str:
 
 def _pool(writer: _Writer, node: Node) -> str:
     (x,) = node.inputs
-    axes = len(_list(node, "kernel", 1, 1))
+    axes = len(integers(node, "kernel", 1, 1))
     shape, out = writer.shapes[x], writer.shapes[node.output]
     fields = [math.prod(shape[:-axes]), *_pair(shape[-axes:]), *_pair(out[-axes:])]
-    fields += [*_pair(_list(node, "kernel", 1, axes)), *_pair(_list(node, "stride", 1, axes))]
+    fields += [*_pair(integers(node, "kernel", 1, axes)), *_pair(integers(node, "stride", 1, axes))]
     if node.op == "avg_pool":
         initial, update = "0", "result += value;"
     else:
@@ -382,7 +383,7 @@ def _pool(writer: _Writer, node: Node) -> str:
 def _positions(writer: _Writer, node: Node) -> str:
     (ids,) = node.inputs
     batch, tokens = writer.shapes[ids]
-    arguments = f"{writer.place(ids)}, {writer.place(node.output)}, {batch}, {tokens}, {_int(node, 'padding_index')}"
+    arguments = f"{writer.place(ids)}, {writer.place(node.output)}, {batch}, {tokens}, {integer(node, 'padding_index')}"
     return f"{writer.function('positions', node)}({arguments});"
 
 
@@ -403,10 +404,10 @@ def _copy(writer: _Writer, node: Node) -> str:
         raise FormatError(f"an export to c supports {RANK} axes, and {node} has {len(out)}.")
     strides = [math.prod(own[axis + 1 :]) for axis in range(len(own))]
     if node.op == "permute":
-        strides = [strides[axis] for axis in _list(node, "axes", 0, 1)]
+        strides = [strides[axis] for axis in integers(node, "axes", 0, 1)]
     elif node.op == "slice":
-        axis = _int(node, "axis") % len(own)
-        offset += (_int(node, "start") % max(own[axis], 1)) * strides[axis]
+        axis = integer(node, "axis") % len(own)
+        offset += (integer(node, "start") % max(own[axis], 1)) * strides[axis]
     else:
         strides = [math.prod(out[axis + 1 :]) for axis in range(len(out))]
     padding = RANK - len(out)
@@ -427,18 +428,6 @@ _CALLS: dict[str, Callable[[_Writer, Node], str]] = {
 
 def _in_out(writer: _Writer, node: Node) -> str:
     return f"{writer.place(node.inputs[0])}, {writer.place(node.output)}, {writer.count(node.inputs[0])}"
-
-
-def _int(node: Node, name: str, default: int | None = None) -> int:
-    value = node.attributes.get(name, default)
-    if not isinstance(value, int):
-        raise FormatError(f"the attribute {name!r} of {node} is missing or not an integer.")
-    return value
-
-
-def _list(node: Node, name: str, default: int, length: int) -> list[int]:
-    value = node.attributes.get(name, default)
-    return [value] * length if isinstance(value, int) else list(value)
 
 
 def _pair(sizes: tuple[int, ...] | list[int] | torch.Size, missing: int = 1) -> tuple[int, int]:

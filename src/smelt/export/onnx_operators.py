@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from smelt.errors import FormatError
+from smelt.export.attributes import integer, integers
 from smelt.runtime.integer.graph import IntegerGraph, Node
 from smelt.runtime.integer.table_ops import RECIPROCAL_INPUT_BITS, RESULT_BITS, RSQRT_INPUT_BITS
 
@@ -153,7 +154,7 @@ class IntegerOnnx:
 
     def exp(self, x: str, node: Node) -> str:
         writer = self.writer
-        q_ln2, q_b, q_c, max_halvings, lift, drop = (_int(node, name) for name in _EXP_NAMES)
+        q_ln2, q_b, q_c, max_halvings, lift, drop = (integer(node, name) for name in _EXP_NAMES)
         x = writer.clip(x, -max_halvings * q_ln2, None)
         halvings = writer.divide(writer.op("Neg", x), writer.constant(q_ln2))
         rest = writer.add(x, writer.multiply(halvings, q_ln2))
@@ -215,12 +216,12 @@ def _convolution(graph: IntegerOnnx, node: Node) -> str:
     weight = node.constants["weight"]
     axes = weight.dim() - 2
     strides, pads, dilations = (
-        _list(node, name, default, axes) for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))
+        integers(node, name, default, axes) for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))
     )
     x, zero = graph.unsigned(node.inputs[0])
     product = graph.writer.op(
         "ConvInteger", x, *_interleave(graph.unsigned_weight(weight), zero),
-        strides=strides, pads=[*pads, *pads], dilations=dilations, group=_int(node, "groups", 1),
+        strides=strides, pads=[*pads, *pads], dilations=dilations, group=integer(node, "groups", 1),
     )  # fmt: skip
     return _with_bias(graph, product, node, [-1] + [1] * axes)
 
@@ -237,7 +238,7 @@ def _embedding(graph: IntegerOnnx, node: Node) -> str:
 
 
 def _positions(graph: IntegerOnnx, node: Node) -> str:
-    writer, ids, padding_index = graph.writer, graph.long(node.inputs[0]), _int(node, "padding_index")
+    writer, ids, padding_index = graph.writer, graph.long(node.inputs[0]), integer(node, "padding_index")
     if padding_index < 0:
         visible = writer.op("Expand", writer.constant(1), writer.op("Shape", ids))
         return writer.subtract(writer.op("CumSum", visible, writer.constant(1)), 1)
@@ -258,13 +259,13 @@ def _relative_bias(graph: IntegerOnnx, node: Node) -> str:
 
 def _requantize(graph: IntegerOnnx, node: Node) -> str:
     writer, x = graph.writer, graph.long(node.inputs[0])
-    axis = _int(node, "axis", -1)
+    axis = integer(node, "axis", -1)
     shift = node.constants["shift"].long()
     multiplier = graph.channels(node.constants["multiplier"].long(), node.inputs[0], axis)
     half = graph.channels((1 << shift) >> 1, node.inputs[0], axis)
     divisor = graph.channels(1 << shift, node.inputs[0], axis)
     scaled = writer.floor_divide(writer.add(writer.multiply(x, multiplier), half), divisor)
-    return writer.clip(scaled, _int(node, "minimum"), _int(node, "maximum"))
+    return writer.clip(scaled, integer(node, "minimum"), integer(node, "maximum"))
 
 
 def _add(graph: IntegerOnnx, node: Node) -> str:
@@ -272,15 +273,15 @@ def _add(graph: IntegerOnnx, node: Node) -> str:
 
 
 def _gelu(graph: IntegerOnnx, node: Node) -> str:
-    writer, x, q_b = graph.writer, graph.long(node.inputs[0]), _int(node, "q_b")
+    writer, x, q_b = graph.writer, graph.long(node.inputs[0]), integer(node, "q_b")
     distance = writer.subtract(q_b, writer.clip(writer.op("Abs", x), None, q_b))
-    erf = writer.subtract(_int(node, "q_c"), writer.multiply(distance, distance))
-    erf = writer.shift_right(writer.multiply(writer.op("Sign", x), erf), _int(node, "shift"))
-    return writer.multiply(x, writer.add(erf, _int(node, "q_one")))
+    erf = writer.subtract(integer(node, "q_c"), writer.multiply(distance, distance))
+    erf = writer.shift_right(writer.multiply(writer.op("Sign", x), erf), integer(node, "shift"))
+    return writer.multiply(x, writer.add(erf, integer(node, "q_one")))
 
 
 def _tanh(graph: IntegerOnnx, node: Node) -> str:
-    writer, x, levels = graph.writer, graph.long(node.inputs[0]), _int(node, "levels")
+    writer, x, levels = graph.writer, graph.long(node.inputs[0]), integer(node, "levels")
     exp = graph.exp(writer.op("Neg", writer.op("Abs", x)), node)
     one = graph.exp(writer.constant(0), node)
     numerator, denominator = writer.subtract(one, exp), writer.add(one, exp)
@@ -297,8 +298,8 @@ def _sqrt(graph: IntegerOnnx, node: Node) -> str:
 
 
 def _softmax(graph: IntegerOnnx, node: Node) -> str:
-    writer, x, levels = graph.writer, graph.long(node.inputs[0]), _int(node, "levels")
-    bits = _int(node, "reciprocal_bits")
+    writer, x, levels = graph.writer, graph.long(node.inputs[0]), integer(node, "levels")
+    bits = integer(node, "reciprocal_bits")
     exp = _masked_exp(graph, node, x, lambda distance: graph.exp(distance, node))
     total = writer.clip(writer.reduce("ReduceSum", exp, -1), 1, None)
     factor = writer.divide(writer.constant(levels << bits), total)
@@ -306,11 +307,11 @@ def _softmax(graph: IntegerOnnx, node: Node) -> str:
 
 
 def _softmax_table(graph: IntegerOnnx, node: Node) -> str:
-    writer, x, levels = graph.writer, graph.long(node.inputs[0]), _int(node, "levels")
+    writer, x, levels = graph.writer, graph.long(node.inputs[0]), integer(node, "levels")
 
     def exp_of(distance: str) -> str:
-        value = graph.table(writer.clip(distance, _int(node, "lowest"), 0), node, "exp_")
-        return writer.clip(writer.round_shift(value, _int(node, "exp_shift")), 0, 1 << _int(node, "exp_bits"))
+        value = graph.table(writer.clip(distance, integer(node, "lowest"), 0), node, "exp_")
+        return writer.clip(writer.round_shift(value, integer(node, "exp_shift")), 0, 1 << integer(node, "exp_bits"))
 
     exp = _masked_exp(graph, node, x, exp_of)
     total = writer.clip(writer.reduce("ReduceSum", exp, -1), 1, None)
@@ -333,13 +334,13 @@ def _masked_exp(graph: IntegerOnnx, node: Node, x: str, exp: Callable[[str], str
 
 def _norm(graph: IntegerOnnx, node: Node) -> str:
     writer, x = graph.writer, graph.long(node.inputs[0])
-    bias, shift, output_bits = node.constants.get("bias"), _int(node, "shift"), _int(node, "output_bits")
+    bias, shift, output_bits = node.constants.get("bias"), integer(node, "shift"), integer(node, "output_bits")
     if bias is not None:
         length = bias.numel()
         total = writer.add(writer.multiply(writer.reduce("ReduceSum", x, -1), 2), length)
         x = writer.subtract(x, writer.floor_divide(total, 2 * length))
     value = writer.shift_right(x, shift)
-    squares = writer.add(writer.reduce("ReduceSum", writer.multiply(value, value), -1), _int(node, "epsilon"))
+    squares = writer.add(writer.reduce("ReduceSum", writer.multiply(value, value), -1), integer(node, "epsilon"))
     if node.op.endswith("_table"):
         squares = writer.clip(squares, 1, None)
         exponent = writer.divide(graph.floor_log2(squares), writer.constant(2))
@@ -347,7 +348,7 @@ def _norm(graph: IntegerOnnx, node: Node) -> str:
         bits = writer.add(exponent, RESULT_BITS + shift - output_bits)
         normalized = writer.round_shift(writer.multiply(x, graph.table(mantissa, node)), bits)
     else:
-        reciprocal_bits = _int(node, "reciprocal_bits")
+        reciprocal_bits = integer(node, "reciprocal_bits")
         root = writer.clip(writer.multiply(graph.square_root(squares), 1 << shift), 1, None)
         factor = writer.divide(writer.constant(1 << reciprocal_bits), root)
         normalized = writer.round_shift(writer.multiply(x, factor), reciprocal_bits - output_bits)
@@ -356,7 +357,7 @@ def _norm(graph: IntegerOnnx, node: Node) -> str:
 
 
 def _mean(graph: IntegerOnnx, node: Node) -> str:
-    return graph.writer.reduce("ReduceSum", graph.long(node.inputs[0]), _int(node, "axis"), keep=False)
+    return graph.writer.reduce("ReduceSum", graph.long(node.inputs[0]), integer(node, "axis"), keep=False)
 
 
 def _masked_mean(graph: IntegerOnnx, node: Node) -> str:
@@ -371,7 +372,7 @@ def _masked_mean(graph: IntegerOnnx, node: Node) -> str:
 def _pool(graph: IntegerOnnx, node: Node) -> str:
     """Combine one strided slice per position of the window: ONNX pools only 8-bit and floating point values."""
     writer, x = graph.writer, graph.long(node.inputs[0])
-    kernel, stride = (_list(node, name, 1, 1) for name in ("kernel", "stride"))
+    kernel, stride = (integers(node, name, 1, 1) for name in ("kernel", "stride"))
     axes = list(range(-len(kernel), 0))
     result = ""
     for position in np.ndindex(*kernel):
@@ -386,7 +387,7 @@ def _pool(graph: IntegerOnnx, node: Node) -> str:
 
 
 def _argmax(graph: IntegerOnnx, node: Node) -> str:
-    writer, x, axis = graph.writer, graph.long(node.inputs[0]), _int(node, "axis", -1)
+    writer, x, axis = graph.writer, graph.long(node.inputs[0]), integer(node, "axis", -1)
     axis %= graph.ranks[node.inputs[0]]
     size = writer.axis_length(x, axis)
     positions = writer.op("Range", writer.constant(0), size, writer.constant(1))
@@ -398,15 +399,15 @@ def _argmax(graph: IntegerOnnx, node: Node) -> str:
 
 
 def _reshape(graph: IntegerOnnx, node: Node) -> str:
-    return graph.writer.op("Reshape", node.inputs[0], graph.writer.constant(_list(node, "shape", 0, 1)))
+    return graph.writer.op("Reshape", node.inputs[0], graph.writer.constant(integers(node, "shape", 0, 1)))
 
 
 def _permute(graph: IntegerOnnx, node: Node) -> str:
-    return graph.writer.op("Transpose", node.inputs[0], perm=_list(node, "axes", 0, 1))
+    return graph.writer.op("Transpose", node.inputs[0], perm=integers(node, "axes", 0, 1))
 
 
 def _slice(graph: IntegerOnnx, node: Node) -> str:
-    start, stop, axis = (_int(node, name) for name in ("start", "stop", "axis"))
+    start, stop, axis = (integer(node, name) for name in ("start", "stop", "axis"))
     end = 2**62 if start < 0 and stop == 0 else stop
     return graph.writer.op("Slice", node.inputs[0], *(graph.writer.constant([value]) for value in (start, end, axis)))
 
@@ -419,15 +420,3 @@ _OPERATORS: dict[str, Callable[[IntegerOnnx, Node], str]] = {
     "masked_mean": _masked_mean, "avg_pool": _pool, "max_pool": _pool, "argmax": _argmax, "reshape": _reshape,
     "permute": _permute, "slice": _slice,
 }  # fmt: skip
-
-
-def _int(node: Node, name: str, default: int | None = None) -> int:
-    value = node.attributes.get(name, default)
-    if not isinstance(value, int):
-        raise FormatError(f"the attribute {name!r} of {node} is missing or not an integer.")
-    return value
-
-
-def _list(node: Node, name: str, default: int, length: int) -> list[int]:
-    value = node.attributes.get(name, default)
-    return [value] * length if isinstance(value, int) else list(value)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from smelt.errors import FormatError
+from smelt.export.attributes import integer, integers
 from smelt.export.onnx_operators import GraphWriter
 from smelt.runtime.integer.graph import IntegerGraph, Node
 
@@ -106,14 +107,13 @@ def _convolution(graph: QdqOnnx, node: Node) -> None:
     weight, scale = node.constants["weight"], graph.scale(node.output)
     axes = weight.dim() - 2
     strides, pads, dilations = (
-        value if isinstance(value := node.attributes.get(name, default), list) else [value] * axes
-        for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))
+        integers(node, name, default, axes) for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))
     )
     bias = node.constants.get("bias")
     graph.values[node.output] = graph.writer.op(
         "Conv", graph.codes[node.inputs[0]], graph.weight(weight, scale),
         *(() if bias is None else (graph.float(bias * scale),)),
-        strides=strides, pads=[*pads, *pads], dilations=dilations, group=node.attributes.get("groups", 1),
+        strides=strides, pads=[*pads, *pads], dilations=dilations, group=integer(node, "groups", 1),
     )  # fmt: skip
 
 
@@ -140,8 +140,7 @@ def _embedding(graph: QdqOnnx, node: Node) -> None:
 
 
 def _positions(graph: QdqOnnx, node: Node) -> None:
-    writer, ids, padding = graph.writer, writer_long(graph, node.inputs[0]), node.attributes["padding_index"]
-    assert isinstance(padding, int)
+    writer, ids, padding = graph.writer, writer_long(graph, node.inputs[0]), integer(node, "padding_index")
     if padding < 0:
         ones = writer.op("Expand", writer.constant(1), writer.op("Shape", ids))
         graph.values[node.output] = writer.subtract(writer.op("CumSum", ones, writer.constant(1)), 1)
@@ -168,9 +167,14 @@ def _relative_bias(graph: QdqOnnx, node: Node) -> None:
 
 
 def _requantize(graph: QdqOnnx, node: Node) -> None:
-    real = graph.real(node.inputs[0])
-    if node.attributes["minimum"] == 0:
-        real = graph.writer.op("Relu", real)
+    """Clamp wide tensors; QuantizeLinear saturates narrow ones, whose minimum is 0 after a ReLU."""
+    writer, real = graph.writer, graph.real(node.inputs[0])
+    if node.dtype in _NARROW:
+        real = writer.op("Relu", real) if integer(node, "minimum") == 0 else real
+    else:
+        for kind, name in (("Max", "minimum"), ("Min", "maximum")):
+            limit = graph.scale(node.output) * integer(node, name)
+            real = writer.op(kind, real, graph.channels(limit, node.output))
     graph.set(node.output, real, node.dtype)
 
 
@@ -211,11 +215,10 @@ def _softmax(graph: QdqOnnx, node: Node) -> None:
 def _norm(graph: QdqOnnx, node: Node) -> None:
     """Recover weight, bias and epsilon of the float layer from the constants of its integer form."""
     writer, x = graph.writer, graph.real(node.inputs[0])
-    q_weight, bits, shift = node.constants["weight"].double(), node.attributes["output_bits"], node.attributes["shift"]
-    assert isinstance(bits, int) and isinstance(shift, int)
+    q_weight, bits, shift = node.constants["weight"].double(), integer(node, "output_bits"), integer(node, "shift")
     length, scale = q_weight.numel(), graph.scale(node.output)
     weight = q_weight * scale * 2.0**bits / math.sqrt(length)
-    epsilon = float(node.attributes["epsilon"]) * 4.0**shift * float(graph.scale(node.inputs[0])) ** 2 / length  # type: ignore[arg-type]
+    epsilon = integer(node, "epsilon") * 4.0**shift * float(graph.scale(node.inputs[0])) ** 2 / length
     if "bias" in node.constants:
         bias = graph.float(node.constants["bias"].double() * scale)
         result = writer.op("LayerNormalization", x, graph.float(weight), bias, axis=-1, epsilon=epsilon)
@@ -230,14 +233,14 @@ def _mean(graph: QdqOnnx, node: Node) -> None:
     """Sum in units of the input: the scale of the output says what the sum is worth."""
     x = node.inputs[0]
     codes = graph.codes[x] if x in graph.codes else graph.writer.op("Div", graph.real(x), graph.float(graph.scale(x)))
-    total = graph.writer.reduce("ReduceSum", codes, int(node.attributes["axis"]), keep=False)  # type: ignore[arg-type]
+    total = graph.writer.reduce("ReduceSum", codes, integer(node, "axis"), keep=False)
     graph.set(node.output, graph.writer.op("Mul", total, graph.float(graph.scale(node.output))), node.dtype)
 
 
 def _pool(graph: QdqOnnx, node: Node) -> None:
     writer, (x,) = graph.writer, node.inputs
     codes = graph.codes[x] if x in graph.codes else writer.op("Div", graph.real(x), graph.float(graph.scale(x)))
-    kernel, stride = node.attributes["kernel"], node.attributes["stride"]
+    kernel, stride = integers(node, "kernel"), integers(node, "stride")
     if node.op == "max_pool":
         pooled = writer.op("MaxPool", codes, kernel_shape=kernel, strides=stride)
     else:
@@ -247,16 +250,16 @@ def _pool(graph: QdqOnnx, node: Node) -> None:
 
 
 def _reshape(graph: QdqOnnx, node: Node) -> None:
-    shape = graph.writer.constant(node.attributes["shape"])
+    shape = graph.writer.constant(integers(node, "shape"))
     graph.move(node, lambda x: graph.writer.op("Reshape", x, shape))
 
 
 def _permute(graph: QdqOnnx, node: Node) -> None:
-    graph.move(node, lambda x: graph.writer.op("Transpose", x, perm=node.attributes["axes"]))
+    graph.move(node, lambda x: graph.writer.op("Transpose", x, perm=integers(node, "axes")))
 
 
 def _slice(graph: QdqOnnx, node: Node) -> None:
-    bounds = [graph.writer.constant([node.attributes[name]]) for name in ("start", "stop", "axis")]
+    bounds = [graph.writer.constant([integer(node, name)]) for name in ("start", "stop", "axis")]
     graph.move(node, lambda x: graph.writer.op("Slice", x, *bounds))
 
 

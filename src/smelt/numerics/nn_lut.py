@@ -12,6 +12,7 @@ from smelt.errors import ConfigError
 from smelt.numerics.piecewise_linear import PiecewiseLinear
 
 TABLES = "nn_lut_tables.json"
+SIZES = (8, 16, 32)  # entries of the tables
 
 
 def default_table(function: str, entries: int = 16) -> PiecewiseLinear:

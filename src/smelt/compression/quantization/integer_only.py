@@ -4,19 +4,23 @@ convolutions as in Q-ASR (Kim et al., 2022)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 from smelt.compression.base import METHODS, CalibrationSize, Method, MethodContext, ResourceEstimate, within
 from smelt.compression.calibration.ranges import observe_ranges
 from smelt.compression.quantization.integer_convolutions import integer_convolutions
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError, RecipeError
 from smelt.measure.cost import count_bytes
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
+from smelt.numerics.nn_lut import SIZES
+from smelt.runtime.integer.builder import GraphBuilder
 from smelt.runtime.integer.convolutions import BitWidths, check_convolutions, is_convolutional
 from smelt.runtime.integer.debug import layer_sqnr
 from smelt.runtime.integer.encoders import check_encoder, convert_encoder, observed_modules
 from smelt.runtime.integer.network import IntegerNetwork
+from smelt.runtime.integer.table_builder import TableBuilder
 
 _DEBUGGED_BATCHES = 1  # for the signal-to-noise ratio of every layer
 
@@ -33,16 +37,21 @@ class IntegerOnly(Method):
 
     Ranges of activations are static, from the calibration data; `--data none` synthesizes it for networks with batch
     norms. The result is a graph of integer operators. The spectrogram of a speech model is computed in float before it.
+    With `nonlinear: nn-lut`, GELU, softmax, LayerNorm and tanh are looked up in tables (Yu et al., 2022).
     """
 
     last: ClassVar[bool] = True
 
     bits: int = 8  # of weights and activations, 2 to 8; encoders have 8
     percentile: float = 100.0  # of the magnitudes of an activation that its range covers; encoders take all
+    nonlinear: Literal["i-bert", "nn-lut"] = "i-bert"  # of encoders: polynomials and Newton's iteration, or tables
+    entries: int = 16  # of each table: 8, 16 or 32
 
     def __post_init__(self) -> None:
         within("integer-only", "bits", self.bits, 2, 8)
         within("integer-only", "percentile", self.percentile, 50, 100)
+        if self.entries not in SIZES:
+            raise ConfigError(f"the tables of nn-lut have {', '.join(map(str, SIZES))} entries, not {self.entries}.")
 
     def check(self, anatomy: Anatomy) -> None:
         if is_convolutional(anatomy.network):
@@ -70,7 +79,8 @@ class IntegerOnly(Method):
             model.network.to(device)
             return {**facts, "bytes_before": before, "bytes_after": count_bytes(model.network)}
         ranges = observe_ranges(network, observed_modules(network), context.batches, context.progress)
-        graph = convert_encoder(network, ranges)
+        tables = partial(TableBuilder, entries=self.entries)
+        graph = convert_encoder(network, ranges, tables if self.nonlinear == "nn-lut" else GraphBuilder)
         network.cpu()
         rows = layer_sqnr(network, graph, context.batches[:_DEBUGGED_BATCHES])
         model.network = IntegerNetwork(graph, network).to(device)

@@ -7,7 +7,7 @@ part of the graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from smelt.models.anatomy import Block, Part, anatomy_of
 from smelt.runtime.integer.builder import SCORE_SCALE, GraphBuilder, QTensor
 from smelt.runtime.integer.graph import IntegerGraph
 
+NewBuilder = Callable[[Mapping[str, str]], GraphBuilder]
 NORM_INPUT_MAX = 2**21 - 1
 LOGITS, HIDDEN = "logits", "last_hidden_state"
 
@@ -86,20 +87,27 @@ def observed_modules(network: PreTrainedModel) -> dict[str, nn.Module]:
     return {path: module for path, module in network.named_modules() if isinstance(module, nn.Linear | nn.LayerNorm)}
 
 
-def convert_encoder(network: PreTrainedModel, ranges: Mapping[str, ActivationRange]) -> IntegerGraph:
-    """Return the integer graph of an encoder, with static scales from the ranges of calibration data."""
+def convert_encoder(
+    network: PreTrainedModel, ranges: Mapping[str, ActivationRange], new_builder: NewBuilder = GraphBuilder
+) -> IntegerGraph:
+    """Return the integer graph of an encoder, with static scales from the ranges of calibration data.
+
+    `new_builder` makes the builder from the graph's inputs, and with it decides how functions are approximated.
+    """
     check_encoder(network)
-    return _Conversion(network, ranges).convert()
+    return _Conversion(network, ranges, new_builder).convert()
 
 
 class _Conversion:
-    def __init__(self, network: PreTrainedModel, ranges: Mapping[str, ActivationRange]) -> None:
+    def __init__(
+        self, network: PreTrainedModel, ranges: Mapping[str, ActivationRange], new_builder: NewBuilder
+    ) -> None:
         self.network, self.ranges = network, ranges
         self.layout = _LAYOUTS[network.config.model_type]
         self.anatomy = anatomy_of(network)
         self.base_path = next((path for path, module in network.named_modules() if module is network.base_model), "")
         self.max_length = int(network.config.max_position_embeddings)
-        self.builder = GraphBuilder(self._inputs())
+        self.builder = new_builder(self._inputs())
 
     def convert(self) -> IntegerGraph:
         hidden, residual = self._embeddings()
