@@ -35,6 +35,7 @@ FLOAT, POST_TRAINING, TRAINED = "float", "post-training", "after training"
 ABLATION = {f"post-training, {op} in float": [op] for op in NONLINEAR} | {
     "post-training, all nonlinear functions in float": list(NONLINEAR)
 }
+DEFAULT_TASKS, DEFAULT_SEEDS = ["sst2", "mrpc", "rte", "stsb"], [0, 1, 2]
 CALIBRATION, FINE_TUNING_EPOCHS = 512, 4
 TRAINING_ROWS, TRAINING_EPOCHS, LR = 16_000, 1.0, 1e-5
 
@@ -53,8 +54,8 @@ def main() -> None:
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["sst2", "mrpc", "rte", "stsb"])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=DEFAULT_TASKS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=DEFAULT_SEEDS)
     parser.add_argument("--rows", nargs="+", help="names of the rows to measure, without float; all by default")
     parser.add_argument("--limit", type=int, help="items of the development set, the first ones")
     parser.add_argument("--name", default="integer_glue", help="of the results file")
@@ -153,12 +154,14 @@ def text(rows: list[Row], options: argparse.Namespace) -> str:
                       for task, values in differences.items() if values),
         ])  # fmt: skip
     seeds = sorted({row["seed"] for row in rows})
+    total = len(DEFAULT_TASKS) * len(DEFAULT_SEEDS) * (3 + len(ABLATION))
+    missing = "" if len(rows) >= total else f" {len(rows)} of {total} rows are measured so far."
     limit = "" if options.limit is None else f", the first {options.limit} items"
     return (
         f"# Integer-only MiniLM-L6 on GLUE\n\nDevelopment sets{limit}; {len(seeds)} seeds; {CALIBRATION} texts of "
         f"calibration; training: {TRAINING_ROWS} texts at most, the float network as the teacher, lr {LR:g}. "
         "The metric is accuracy (SST-2, RTE), F1 (MRPC) or Spearman correlation (STS-B), in points; the mean "
-        "difference from float is over the tasks of the row.\n\n"
+        f"difference from float is over the tasks of the row.{missing}\n\n"
         + table(["row", *tasks, "mean difference", "difference by seed"], cells)
     )
 
