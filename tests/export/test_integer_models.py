@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,8 @@ from smelt.errors import ConfigError, FormatError
 from smelt.export import export
 from smelt.export.c_source import write_files, write_source
 from smelt.export.integer import graph_inputs, run_onnx, save_onnx
+from smelt.export.onnx_operators import IntegerOnnx
+from smelt.export.onnx_qdq import QdqOnnx
 from smelt.models.inputs import random_inputs
 from smelt.models.model import Model
 from smelt.runtime.integer.builder import GraphBuilder
@@ -28,6 +31,7 @@ from smelt.runtime.integer.network import IntegerNetwork
 from smelt.runtime.integer.run import Interpreter
 from smelt.runtime.integer.table_builder import TableBuilder
 from tests.export.integer_graphs import all_operators
+from tests.runtime.integer.test_convolutions import cifar_resnet, converted, inputs, quantized, quartznet
 from tests.tiny import BUILDS
 
 KINDS = ["bert", "roberta", "distilbert", "mpnet"]
@@ -84,17 +88,15 @@ class TestC:
 class TestOnnx:
     def test_every_operator_has_the_bits_of_the_reference(self, tmp_path: Path) -> None:
         pytest.importorskip("onnxruntime")
-        from smelt.export.onnx_operators import IntegerOnnx
-
-        graph, inputs = all_operators()
-        ranks = {name: tensor.dim() for name, tensor in inputs.items()}
-        ranks |= {node.output: tensor.dim() for node, tensor in Interpreter(graph).trace(inputs)}
+        graph, tokens = all_operators()
+        ranks = {name: tensor.dim() for name, tensor in tokens.items()}
+        ranks |= {node.output: tensor.dim() for node, tensor in Interpreter(graph).trace(tokens)}
         converted = IntegerOnnx(graph, ranks)
         save_onnx(converted.writer, graph, ranks, converted.dtypes, tmp_path / "model.onnx")
-        expected = Interpreter(graph).run(inputs)
+        expected = Interpreter(graph).run(tokens)
         different = [
             name
-            for name, actual in run_onnx(tmp_path / "model.onnx", inputs)
+            for name, actual in run_onnx(tmp_path / "model.onnx", tokens)
             if actual.dtype != expected[name].dtype or not torch.equal(actual, expected[name])
         ]
         assert different == []
@@ -104,9 +106,9 @@ class TestOnnx:
         pytest.importorskip("onnxruntime")
         model = integer_model(kind)
         export(model, "onnx-int", tmp_path / "out")
-        inputs = graph_inputs(model, graph_of(model), 50, 20)
-        expected = Interpreter(graph_of(model)).run(inputs)
-        for name, actual in run_onnx(tmp_path / "out" / "model.onnx", inputs):
+        tokens = graph_inputs(model, graph_of(model), 50, 20)
+        expected = Interpreter(graph_of(model)).run(tokens)
+        for name, actual in run_onnx(tmp_path / "out" / "model.onnx", tokens):
             assert torch.equal(actual, expected[name])
 
     @pytest.mark.parametrize("kind", KINDS)
@@ -115,9 +117,9 @@ class TestOnnx:
         model = integer_model(kind)
         result = export(model, "onnx-int", tmp_path / "out", qdq=True)
         assert result["tensors"]["int8"] >= 18  # weights of three blocks
-        inputs = graph_inputs(model, graph_of(model), 8, 20)
-        expected = Interpreter(graph_of(model)).run(inputs)
-        for name, actual in run_onnx(tmp_path / "out" / "model.onnx", inputs):
+        tokens = graph_inputs(model, graph_of(model), 8, 20)
+        expected = Interpreter(graph_of(model)).run(tokens)
+        for name, actual in run_onnx(tmp_path / "out" / "model.onnx", tokens):
             real = graph_of(model).dequantize(name, expected[name])
             assert float((actual - real).square().mean().sqrt()) < 0.1 * float(real.square().mean().sqrt())
 
@@ -128,8 +130,8 @@ def test_tables_replace_the_nonlinear_functions(tmp_path: Path) -> None:
     operators = {node.op for node in graph_of(tables).nodes}
     assert {"table", "softmax_table", "layer_norm_table"} < operators
     assert not {"gelu", "tanh", "softmax", "layer_norm"} & operators
-    inputs = random_inputs(polynomials.network, 16, 20)
-    logits, expected = (model.network(**inputs).logits for model in (tables, polynomials))
+    tokens = random_inputs(polynomials.network, 16, 20)
+    logits, expected = (model.network(**tokens).logits for model in (tables, polynomials))
     assert float((logits - expected).square().mean().sqrt()) < 0.1 * float(expected.std())
     if shutil.which("gcc") is not None:
         export(tables, "c", tmp_path / "c", length=12)
@@ -146,6 +148,29 @@ def test_a_float_model_is_refused(to: str, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="--method integer-only"):
         export(model, to, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("build", [cifar_resnet, quartznet])
+def test_networks_of_convolutions(build: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
+    network = build()
+    _, graph = converted(network)
+    (name,) = graph.inputs
+    features = {name: quantized(graph, inputs(network)[:1])}
+    if shutil.which("gcc") is not None:
+        write_files(write_source(graph, features), tmp_path)
+        sources = sorted(str(file) for file in tmp_path.glob("*.c"))
+        subprocess.run(["gcc", *STRICT, "-O1", *sources, "-o", str(tmp_path / "program")], check=True)
+        assert subprocess.run([str(tmp_path / "program")], capture_output=True, text=True).stdout == "0 different\n"
+    pytest.importorskip("onnxruntime")
+    ranks = {name: features[name].dim()}
+    ranks |= {node.output: tensor.dim() for node, tensor in Interpreter(graph).trace(features)}
+    converter = IntegerOnnx(graph, ranks)
+    save_onnx(converter.writer, graph, ranks, converter.dtypes, tmp_path / "model.onnx", ("batch",))
+    expected = Interpreter(graph).run(features)
+    for output, actual in run_onnx(tmp_path / "model.onnx", features):
+        assert torch.equal(actual, expected[output])
+    with pytest.raises(FormatError, match="without --qdq"):
+        QdqOnnx(graph, ranks)
 
 
 def test_tables_have_the_entries_that_exist() -> None:

@@ -47,7 +47,10 @@ class QdqOnnx:
 
     def scale(self, name: str) -> Tensor:
         if name not in self.graph.scales:
-            raise FormatError(f"the integer graph has no scale for its tensor {name!r}, which its QDQ form needs.")
+            raise FormatError(
+                f"the QDQ form of onnx-int needs the scale of {name!r}, which this graph does not have; "
+                "export without --qdq."
+            )
         return torch.tensor(self.graph.scales[name], dtype=torch.float64).reshape(-1)
 
     def float(self, values: Tensor | float | list[float]) -> str:
