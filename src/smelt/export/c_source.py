@@ -4,8 +4,7 @@
 `constants_N.c` has the weights and tables; `test.c` runs one input and compares the result with the reference.
 
 Operators and calls are separate translation units on purpose. The arena is a union that tensors of several types
-share. Where GCC 12 inlines an operator that reads one member and writes another, it addresses both by one pointer,
-loses track of the arena and removes the store.
+share, by pointers to its members; in one unit with the operators, GCC 12 was seen to drop one of the calls.
 """
 
 from __future__ import annotations
