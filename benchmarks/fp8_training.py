@@ -9,8 +9,8 @@ fewer, with chunks and without. All rows have the same data order, optimizer and
 are multiplied in FP8 as unfolded images; it has no layer whose dimensions are multiples of 128, so that there is no
 blockwise row. A row that diverges is written as such. Every row is a process of its own.
 
-The emulated rows are slow. Without chunks, sums over 131,072 products are one chain of additions each, which leaves
-most of a GPU idle: start NVIDIA MPS and raise --jobs.
+`--resume` adds the rows that a cut-off run lacks. The emulated rows are slow. Without chunks, sums over 131,072
+products are one chain of additions each, which leaves most of a GPU idle: start NVIDIA MPS and raise --jobs.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import gzip
 import json
 import statistics
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import torch
 from cifar_resnet import CLASSES, WIDTHS
-from common import shared, table, write
+from common import previous_rows, shared, table, write
 from qat_cifar import images
 from qat_runs import Row, print_row, run_cell
 from train_runs import cifar10
@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=5, help="of ResNet-20")
     parser.add_argument("--steps", type=int, default=1500, help="of the GPT")
     parser.add_argument("--jobs", type=int, default=1, help="rows that are trained at the same time")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of the results file")
     parser.add_argument("--smoke", action="store_true", help="a few steps of tiny networks; no results are written")
     parser.add_argument(
         "--folder", type=Path, help="for data and finished rows; kept if given, and then a cut-off run goes on"
@@ -102,14 +103,18 @@ def main() -> None:
             for seed in options.seeds for network in options.networks for name in options.rows
             if (network, name) not in NOT_APPLICABLE
         ]  # fmt: skip
-        rows: list[Row] = []
+        rows = previous_rows(options.name, options.resume)
+        done = [{key: row[key] for key in cells[0]} for row in rows]
+        missing = [cell for cell in cells if cell not in done]
+        total = len(rows) + len(missing)
         with ThreadPoolExecutor(options.jobs) as pool:
-            for row in pool.map(lambda cell: run_row(cell, options), cells):
-                rows.append(row)
+            for future in as_completed(pool.submit(run_row, cell, options) for cell in missing):
+                rows.append(future.result())
+                rows.sort(key=lambda row: list(ROWS).index(row["row"]))
                 if options.smoke:
-                    print(text(rows, options, len(cells)))
+                    print(text(rows, options, total))
                 else:
-                    write(options.name, rows, text(rows, options, len(cells)))
+                    write(options.name, rows, text(rows, options, total))
 
 
 def prepare_data(folder: Path, networks: list[str]) -> None:

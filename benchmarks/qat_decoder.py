@@ -19,7 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +111,11 @@ def main() -> None:
         main_names = main_rows(options.group) if options.rows is None else options.rows
         names = [BASELINE, *main_names, *(grid_rows(options.group) if options.grid else ())]
         with ThreadPoolExecutor(options.jobs) as pool:
-            for row in pool.map(lambda name: run_process(name, options), names):
-                rows.append(row)
-                if not options.smoke or len(rows) == 2 + len(names):
+            for future in as_completed(pool.submit(run_process, name, options) for name in names):
+                rows.append(future.result())
+                rows.sort(key=lambda row: [TEACHER, COST, *names].index(row["row"]))
+                is_last = len(rows) == 2 + len(names)
+                if is_last or (not options.smoke and any(row["row"] == BASELINE for row in rows)):
                     finish(rows, options)
 
 

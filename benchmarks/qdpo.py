@@ -26,7 +26,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +71,9 @@ def main() -> None:
                 for name in TRAINED
             ]
             for cells in (first, others):  # the pairs of a seed are generated with its untrained row
-                for row in pool.map(lambda cell: run_process(cell, options), cells):
-                    rows.append(row)
+                for future in as_completed(pool.submit(run_process, cell, options) for cell in cells):
+                    rows.append(future.result())
+                    rows.sort(key=lambda row: (row.get("lr", 0.0), row["row"], row["seed"]))
                     if not options.smoke:
                         write(options.name, rows, describe(rows, options))
         if options.smoke:
