@@ -9,6 +9,7 @@ autocast on a GPU. The embeddings are frozen, as in the SST-2 weights of the oth
 from __future__ import annotations
 
 import argparse
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from smelt.progress import progress_bars
 
 RATE, DECAY, WARM_UP = 1e-4, 0.01, 0.06
 BATCH, LENGTH = 128, 128
+_WINDOW = 8  # batches whose rows are sorted by length
 
 
 @dataclass(frozen=True)
@@ -92,15 +94,17 @@ def with_head(outputs: int, device: str) -> Model:
     return Model(network.to(device), base.tokenizer, source="minilm-l6")
 
 
-def fine_tune(model: Model, train: LabeledData, epochs: int, seed: int) -> None:
+def fine_tune(model: Model, train: LabeledData, epochs: int, seed: int, *, similar_lengths: bool = False) -> None:
+    """Train in place; batches of similar lengths have less padding, which saves half the time on a CPU."""
     network = model.network
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=DECAY)
     steps = epochs * -(-len(train) // BATCH)
     schedule = get_linear_schedule_with_warmup(optimizer, round(WARM_UP * steps), steps)
+    batches = _batches(model, train, epochs, seed, similar_lengths)
     network.train()
     with progress_bars() as progress:
-        for batch in progress.track(_batches(model, train, epochs, seed), "fine-tuning", total=steps):
+        for batch in progress.track(batches, "fine-tuning", total=steps):
             with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
                 loss = network(**{name: tensor.to(model.device) for name, tensor in batch.items()}).loss
             loss.backward()
@@ -110,12 +114,32 @@ def fine_tune(model: Model, train: LabeledData, epochs: int, seed: int) -> None:
     network.eval().requires_grad_(True)
 
 
-def _batches(model: Model, train: LabeledData, epochs: int, seed: int) -> Iterator[Batch]:
+def _batches(model: Model, train: LabeledData, epochs: int, seed: int, similar_lengths: bool) -> Iterator[Batch]:
     """Yield all rows once per epoch, reshuffled each time."""
     for epoch in range(epochs):
-        yield from labeled_batches(
-            train, model.tokenizer, samples=None, max_length=LENGTH, batch_size=BATCH, seed=epochs * seed + epoch
-        )
+        epoch_seed = epochs * seed + epoch
+        generator = random.Random(epoch_seed)
+        rows = train.take(_sorted_in_windows(train, generator)) if similar_lengths else train
+        batches = labeled_batches(
+            rows, model.tokenizer, samples=None, max_length=LENGTH, batch_size=BATCH, seed=epoch_seed,
+            shuffle=not similar_lengths,
+        )  # fmt: skip
+        if similar_lengths:
+            generator.shuffle(batches)
+        yield from batches
+
+
+def _sorted_in_windows(data: LabeledData, generator: random.Random) -> list[int]:
+    """Return a random order whose windows of some batches are sorted by length."""
+    order = list(range(len(data)))
+    generator.shuffle(order)
+    size = _WINDOW * BATCH
+    windows = (order[start : start + size] for start in range(0, len(order), size))
+    return [index for window in windows for index in sorted(window, key=lambda index: _characters(data, index))]
+
+
+def _characters(data: LabeledData, index: int) -> int:
+    return len(data.first[index]) + (0 if data.second is None else len(data.second[index]))
 
 
 if __name__ == "__main__":
