@@ -67,6 +67,14 @@ def test_pinned_ends_follow_the_asymptotes_and_stay_continuous() -> None:
     assert float((table(x) - function(x)).abs().max()) < 0.04
 
 
+def test_a_pinned_end_may_meet_its_neighbor_at_the_next_breakpoint() -> None:
+    """The segment between both has no length then; if it stayed, the table would jump at its end."""
+    table = PiecewiseLinear(torch.tensor([-2.0, -1.0, 1.0, 2.0]), torch.ones(5), torch.zeros(5))
+    pinned = table.pin(left=(0.0, -1.0), right=(0.0, 1.0))
+    assert pinned.breakpoints.tolist() == [-1.0, -1.0, 1.0, 1.0]
+    assert pinned(torch.tensor([-1.5, 0.5, 1.5])).tolist() == [-1.0, 0.5, 1.0]
+
+
 @pytest.mark.parametrize("scale", [1e-6, 1e-4, 0.013, 1.0])
 @pytest.mark.parametrize("name", ["gelu", "silu", "tanh", "exp"])
 def test_integer_table_is_within_one_step_of_the_float_table(name: str, scale: float) -> None:
@@ -135,5 +143,8 @@ def test_refuses_what_is_no_table() -> None:
         PiecewiseLinear(torch.zeros(2), torch.tensor([0.0, float("nan"), 0.0]), torch.zeros(3))
     with pytest.raises(ConfigError, match="overflows"):
         default_table("gelu", 16).to_integer(1e-12, 2**31 - 3)
+    far = PiecewiseLinear(torch.tensor([10.0]), torch.zeros(2), torch.ones(2))  # a breakpoint at bound + 1
+    with pytest.raises(ConfigError, match="overflows"):
+        far.to_integer(1e-9, 2**31 - 1, output_bits=8)
     with pytest.raises(ConfigError, match="8, 16, 32"):
         default_table("gelu", 12)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import transformers as hf
@@ -10,7 +12,7 @@ from torch import nn
 from smelt.compression.calibration.ranges import observe_ranges
 from smelt.errors import ConversionError
 from smelt.models.model import Model
-from smelt.runtime.integer.debug import NONLINEAR, float_interpreter, layer_sqnr
+from smelt.runtime.integer.debug import NONLINEAR, LayerSqnr, float_interpreter, layer_sqnr
 from smelt.runtime.integer.encoders import check_encoder, convert_encoder, observed_modules
 from smelt.runtime.integer.graph import IntegerGraph
 from smelt.runtime.integer.network import IntegerNetwork
@@ -85,6 +87,7 @@ def test_padding_is_not_part_of_the_ranges() -> None:
         network.bert.embeddings.word_embeddings.weight[1] = 1000.0  # the padding token
     ranges = observe_ranges(network, observed_modules(network), [batch])
     assert ranges["bert.embeddings.LayerNorm"].inputs.max() < 10
+    assert not any(module._forward_hooks for module in network.modules())
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -135,6 +138,14 @@ def test_sqnr_per_layer_and_nonlinearities_in_float() -> None:
     broken = {(row.layer, row.op): row.decibels for row in layer_sqnr(network, graph, [batch])}
     assert broken["bert.encoder.layer.1.output.dense", "linear"] < 12
     assert broken["bert.encoder.layer.1.intermediate.dense", "linear"] > 15
+
+
+def test_sqnr_without_noise_signal_or_mask() -> None:
+    assert LayerSqnr("layer", "linear", signal=1.0).decibels == math.inf
+    assert LayerSqnr("layer", "linear", noise=1.0).decibels == math.inf
+    network = BUILDS["bert"]()
+    rows = layer_sqnr(network, converted(network), [{"input_ids": padded_batch()["input_ids"]}])
+    assert len(rows) == 3 * 6 + 2 + 3 + 7 and all(row.decibels > 15 for row in rows)
 
 
 def test_operators_without_an_integer_form_are_named() -> None:

@@ -74,6 +74,7 @@ def test_float_constant_is_refused_with_node_and_layer() -> None:
     [
         ({"dtype": "float32"}, "computes in float32"),
         ({"attributes": {"shift": 0.5}}, "attribute 'shift'"),
+        ({"attributes": {"axes": [1, 0.5]}}, "attribute 'axes'"),
         ({"inputs": ("later",)}, "uses later before"),
         ({"output": "tokens"}, "defines 'tokens' twice"),
     ],
@@ -117,6 +118,9 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     text = (tmp_path / GRAPH_FILE).read_text()
     (tmp_path / GRAPH_FILE).write_text(text.replace('"constants": [\n    "table"', '"constants": [\n    "tables"'))
     with pytest.raises(ModelError, match="damaged"):
+        IntegerGraph.load(tmp_path)
+    (tmp_path / GRAPH_FILE).write_text(text.replace('"dtype": "int16"', '"dtype": "float16"'))
+    with pytest.raises(ModelError, match="computes in float16 in node 'logits'"):
         IntegerGraph.load(tmp_path)
     (tmp_path / GRAPH_FILE).write_text(text)
     (tmp_path / CONSTANTS_FILE).write_bytes((tmp_path / CONSTANTS_FILE).read_bytes()[:-1])

@@ -15,7 +15,7 @@ from smelt.runtime.integer.constants import (
     softmax_constants,
     tanh_constants,
 )
-from smelt.runtime.integer.dyadic import Dyadic, dyadic_tensors
+from smelt.runtime.integer.dyadic import MAX_SHIFT, Dyadic, dyadic_tensors
 
 SCALES = [1e-6, 1e-5, 1e-4, 1e-3, 1e-2]
 
@@ -49,6 +49,12 @@ def test_dyadic_relative_error() -> None:
 def test_dyadic_refuses_what_it_cannot_represent(ratio: float) -> None:
     with pytest.raises(ConversionError, match=r"encoder\.layer\.3"):
         Dyadic.of(ratio, "encoder.layer.3")
+
+
+def test_dyadic_takes_the_largest_shift_and_none_beyond() -> None:
+    assert Dyadic.of(2.0**-32, "layer") == Dyadic(2**30, MAX_SHIFT)
+    with pytest.raises(ConversionError, match="needs a shift of 63"):
+        Dyadic.of(2.0**-33, "layer")
 
 
 def test_requantize_rounds_half_up_and_clamps() -> None:
@@ -107,6 +113,14 @@ def test_tanh_error_at_every_scale(scale: float) -> None:
     result = ops.tanh(x, **constants)
     assert (result * output_scale - torch.tanh(x.double() * scale)).abs().max() < (2e-3 if scale < 1e-2 else 2e-2)
     assert torch.equal(result, -ops.tanh(-x, **constants))
+
+
+def test_tanh_of_8_bits_rounds_to_the_nearest_level() -> None:
+    constants, _ = tanh_constants(1e-3, "layer")
+    x = points(6, 1e-3)
+    result = ops.tanh(x, **constants)
+    assert (result - 127 * torch.tanh(x.double() * 1e-3)).abs().max() < 0.5 + 127 * 2e-3
+    assert (result.min(), result.max()) == (-127, 127)
 
 
 @pytest.mark.parametrize("length", [1, 5, 128, 512])
@@ -183,6 +197,19 @@ def test_sqrt_is_the_floor_of_the_root() -> None:
     roots = torch.arange(1, 2**31, 2**19 + 1)
     x = torch.cat([torch.arange(1000), large, large >> 30, roots**2, roots**2 - 1, roots**2 + 1])
     assert ops.sqrt(x).tolist() == [math.isqrt(value) for value in x.tolist()]
+
+
+def test_gelu_constants_are_floors() -> None:
+    """b / s = 25.02 and 1 / (a s^2) = 692.5 at s = 0.1 / sqrt(2), as in the paper's code."""
+    constants, _ = gelu_constants(0.1, 127, "layer")
+    assert constants == {"q_b": 25, "q_c": 692, "q_one": 692, "shift": 0}
+
+
+def test_squares_of_a_norm_are_shifted_only_if_their_sum_needs_it() -> None:
+    """768 squares of 2 * 2^24 take 59.6 bits, of 60 that are allowed."""
+    weight = torch.ones(768)
+    shifts = [norm_constants(1e-4, limit, weight, None, 1e-12, "layer")[0]["shift"] for limit in (2**24, 2**25)]
+    assert shifts == [0, 1]
 
 
 def test_constants_refuse_scales_without_an_integer_form() -> None:
