@@ -72,6 +72,15 @@ def test_batches_depend_on_the_seed_alone_and_the_last_is_smaller() -> None:
     assert all(torch.equal(a["input_features"], b["input_features"]) for a, b in zip(first, second, strict=True))
 
 
+def test_noise_has_the_range_or_the_variance_of_its_kind() -> None:
+    network = quartznet()
+    [uniform] = noise_inputs(network, (16, 500), "uniform", samples=4, seed=0)
+    [gaussian] = noise_inputs(network, (16, 500), "gaussian", samples=4, seed=0)
+    x = uniform["input_features"]
+    assert x.min().item() == pytest.approx(-0.3, abs=1e-3) and x.max().item() == pytest.approx(0.3, abs=1e-3)
+    assert gaussian["input_features"].std().item() == pytest.approx(1.0, abs=0.02)
+
+
 def test_a_network_without_batch_norm_is_refused() -> None:
     with pytest.raises(ModelError, match="this network has none; name data"):
         synthesize_inputs(BUILDS["bert"](), (4,), samples=1, batch_size=1, seed=0)
