@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from smelt.kernels.conv import ConvShape
+
 INT_TYPES = (torch.int8, torch.uint8, torch.int16, torch.int32)  # of inputs and outputs
 
 
@@ -100,6 +102,7 @@ class PackedWeight:
     offset: Tensor | None  # int32, added to the sums of a channel
     channels: int
     columns: int
+    is_unsigned: bool = False  # the activations that it multiplies are uint8
 
 
 NO_STEPS = Steps()
@@ -109,17 +112,32 @@ class IntegerKernels(ABC):
     """Kernels of a device. `operands` are the tensors of `Add` steps, in order: [..., channels], rows repeat."""
 
     name: str
+    has_convolutions = False  # and products of uint8
 
     @abstractmethod
-    def pack(self, weight: Tensor) -> PackedWeight:
-        """Pack an int8 weight [channels, columns]."""
+    def pack(self, weight: Tensor, is_unsigned: bool = False) -> PackedWeight:
+        """Pack an int8 weight [channels, columns] for activations of int8, or of uint8."""
 
     @abstractmethod
     def linear(
         self, x: Tensor, weight: PackedWeight, bias: Tensor | None, steps: Steps, dtype: torch.dtype,
         operands: Sequence[Tensor] = (),
     ) -> Tensor:  # fmt: skip
-        """Multiply int8 x [..., columns] by a weight, add an int32 bias [channels] and apply steps."""
+        """Multiply x [..., columns] by a weight, add an int32 bias [channels] and apply steps."""
+
+    def pack_convolution(self, weight: Tensor, shape: ConvShape, is_unsigned: bool) -> PackedWeight:
+        """Pack the int8 weight of a convolution for activations of int8, or of uint8."""
+        raise NotImplementedError
+
+    def convolve(
+        self, x: Tensor, weight: PackedWeight, shape: ConvShape, bias: Tensor | None, steps: Steps, dtype: torch.dtype,
+        operands: Sequence[Tensor] = (),
+    ) -> Tensor:  # fmt: skip
+        """Convolve x [batch, channels, (height,) width], add an int32 bias [channels], apply steps along the channels.
+
+        Operands have the shape of the result, whose memory has the channels last.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def matmul(self, a: Tensor, b: Tensor, transpose_b: bool, steps: Steps, dtype: torch.dtype) -> Tensor:

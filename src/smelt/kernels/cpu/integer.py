@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smelt.kernels.conv import ConvShape
 from smelt.kernels.cpu.build import NATIVE, load_units
+from smelt.kernels.cpu.integer_conv import SIZE_FIELDS, channels_last, convolution_sizes, pack_convolution
 from smelt.kernels.cpu.operator import threads_for
 from smelt.kernels.integer_interface import (
     INT_TYPES,
@@ -26,7 +28,6 @@ from smelt.kernels.integer_interface import (
     Steps,
     TableLookup,
     mask_rows,
-    round_up,
 )
 
 UNITS: dict[str, tuple[str, ...]] = {"integer": ()}
@@ -84,7 +85,7 @@ class _Panels(ctypes.Structure):
 class _Linear(ctypes.Structure):
     _fields_ = [
         ("x", _POINTER), ("x_stride", _INT64), ("rows", _INT64), ("weight", _Panels), ("bias", _POINTER),
-        ("out", _Output),
+        ("out", _Output), ("is_unsigned", _INT32),
     ]  # fmt: skip
 
 
@@ -124,7 +125,14 @@ class _Map(ctypes.Structure):
     ]  # fmt: skip
 
 
-_STRUCTURES = (_Step, _Linear, _Matmul, _Attention, _SoftmaxTask, _NormTask, _Map)
+class _Convolution(ctypes.Structure):
+    _fields_ = [
+        ("x", _POINTER), *SIZE_FIELDS, ("weight", _POINTER), ("offset", _POINTER), ("bias", _POINTER), ("out", _Output),
+        ("is_unsigned", _INT32),
+    ]  # fmt: skip
+
+
+_STRUCTURES = (_Step, _Linear, _Matmul, _Attention, _SoftmaxTask, _NormTask, _Map, _Convolution)
 
 
 @lru_cache
@@ -134,11 +142,14 @@ def library(machine: str = NATIVE) -> Any:
 
 
 def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
-    for name in ("linear", "matmul", "attention", "softmax", "norm", "map"):
+    for name in ("linear", "convolution", "matmul", "attention", "softmax", "norm", "map"):
         function = getattr(lib, f"smelt_integer_{name}")
         function.argtypes, function.restype = [_POINTER, ctypes.c_int], None
-    lib.smelt_integer_pack.argtypes = [_POINTER, _INT64, _INT64, _POINTER, _POINTER]
-    lib.smelt_integer_pack.restype = None
+    lib.smelt_integer_pack.argtypes = [_POINTER, _INT64, _INT64, _INT32, _POINTER, _POINTER]
+    lib.smelt_integer_pack_depthwise.argtypes = [_POINTER, _INT64, _INT64, _INT64, _INT32, _POINTER, _POINTER]
+    lib.smelt_integer_pack.restype = lib.smelt_integer_pack_depthwise.restype = None
+    lib.smelt_integer_depthwise_size.argtypes = [_INT64] * 3
+    lib.smelt_integer_depthwise_size.restype = _INT64
     lib.smelt_integer_packed_size.argtypes, lib.smelt_integer_packed_size.restype = [_INT64, _INT64], _INT64
     lib.smelt_integer_sizes.argtypes, lib.smelt_integer_sizes.restype = [ctypes.c_int], _INT64
     sizes = [lib.smelt_integer_sizes(index) for index in range(len(_STRUCTURES))]
@@ -151,17 +162,14 @@ class CpuKernels(IntegerKernels):
     """SIMD kernels with the int8 dot product of the CPU, where it has one."""
 
     name = "cpu"
+    has_convolutions = True
 
     def __init__(self, lib: Any) -> None:
         self.library = lib
 
-    def pack(self, weight: Tensor) -> PackedWeight:
-        channels, columns = weight.shape
-        weight = weight.contiguous()
-        data = torch.empty(self.library.smelt_integer_packed_size(channels, columns), dtype=torch.int8)
-        offset = torch.empty(round_up(channels), dtype=torch.int32)
-        self.library.smelt_integer_pack(weight.data_ptr(), channels, columns, data.data_ptr(), offset.data_ptr())
-        return PackedWeight(data, offset, channels, columns)
+    def pack(self, weight: Tensor, is_unsigned: bool = False) -> PackedWeight:
+        shape = ConvShape(weight.shape[1], len(weight), (1, 1), (1, 1), ((0, 0), (0, 0)), (1, 1), 1, 1)
+        return pack_convolution(self.library, weight, shape, is_unsigned)
 
     def linear(
         self, x: Tensor, weight: PackedWeight, bias: Tensor | None, steps: Steps, dtype: torch.dtype,
@@ -173,10 +181,31 @@ class CpuKernels(IntegerKernels):
         rows = prod(x.shape[:-1])
         output, kept = _output(out, weight.channels, steps, operands)
         panels = _Panels(weight.data.data_ptr(), offset.data_ptr(), weight.channels, weight.columns)
-        task = _Linear(x.data_ptr(), weight.columns, rows, panels, _address(bias), output)
+        task = _Linear(x.data_ptr(), weight.columns, rows, panels, _address(bias), output, weight.is_unsigned)
         self._run("linear", task, out.numel() * weight.columns)
         del kept
         return out
+
+    def pack_convolution(self, weight: Tensor, shape: ConvShape, is_unsigned: bool) -> PackedWeight:
+        return pack_convolution(self.library, weight, shape, is_unsigned)
+
+    def convolve(
+        self, x: Tensor, weight: PackedWeight, shape: ConvShape, bias: Tensor | None, steps: Steps, dtype: torch.dtype,
+        operands: Sequence[Tensor] = (),
+    ) -> Tensor:  # fmt: skip
+        x, offset = channels_last(x), weight.offset
+        assert offset is not None
+        if x.shape[-1] != shape.in_channels:
+            raise ValueError(f"the inputs have {x.shape[-1]} channels, the convolution has {shape.in_channels}")
+        sizes = convolution_sizes(x, shape)
+        out = torch.empty((len(x), *sizes[-2:][4 - x.dim() :], shape.out_channels), dtype=dtype)
+        output, kept = _output(out, shape.out_channels, steps, [channels_last(operand) for operand in operands])
+        task = _Convolution(
+            x.data_ptr(), *sizes, weight.data.data_ptr(), offset.data_ptr(), _address(bias), output, weight.is_unsigned
+        )
+        self._run("convolution", task, out.numel() * shape.columns)
+        del kept
+        return out.movedim(-1, 1)
 
     def matmul(self, a: Tensor, b: Tensor, transpose_b: bool, steps: Steps, dtype: torch.dtype) -> Tensor:
         a, b = _rows_contiguous(a), _rows_contiguous(b)

@@ -328,8 +328,9 @@ class GpuKernels(IntegerKernels):
 
     name = "gpu"
 
-    def pack(self, weight: Tensor) -> PackedWeight:
-        return PackedWeight(weight.contiguous(), None, *weight.shape)
+    def pack(self, weight: Tensor, is_unsigned: bool = False) -> PackedWeight:
+        channels, columns = weight.shape
+        return PackedWeight(weight.contiguous(), None, channels, columns, is_unsigned)
 
     def linear(
         self, x: Tensor, weight: PackedWeight, bias: Tensor | None, steps: Steps, dtype: torch.dtype,

@@ -7,7 +7,6 @@ What has no kernel runs by the reference, and every result has its bits.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,35 +28,11 @@ from smelt.kernels.integer_interface import (
     Steps,
     TableLookup,
 )
+from smelt.runtime.integer.convolution_call import ConvolutionCall, convolution_shape
 from smelt.runtime.integer.graph import DTYPES, IntegerGraph, Node
-from smelt.runtime.integer.ops import OPERATORS
+from smelt.runtime.integer.kernel_call import KernelCall, ReferenceCall
 
 _MAX_NORM_OUTPUTS = 2
-
-
-class KernelCall(ABC):
-    """One call of a kernel: the tensors it reads and those it defines."""
-
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-    @abstractmethod
-    def run(self, kernels: IntegerKernels, *inputs: Tensor) -> Sequence[Tensor]:
-        """Return the outputs."""
-
-
-@dataclass
-class ReferenceCall(KernelCall):
-    """A node without a kernel."""
-
-    node: Node
-
-    def __post_init__(self) -> None:
-        self.inputs, self.outputs = self.node.inputs, (self.node.output,)
-
-    def run(self, kernels: IntegerKernels, *inputs: Tensor) -> Sequence[Tensor]:
-        node = self.node
-        return [OPERATORS[node.op](*inputs, **node.constants, **node.attributes).to(DTYPES[node.dtype])]
 
 
 @dataclass
@@ -202,6 +177,9 @@ class _Planner:
         for node in self.graph.nodes:
             if node.op == "matmul" and (attention := self._attention(node)) is not None:
                 calls[attention[0]] = attention[1]
+        for node in reversed(self.graph.nodes):
+            if node.op in ("conv1d", "conv2d") and (convolution := self._convolution(node)) is not None:
+                calls[convolution.outputs[0]] = convolution
         for build in (self._product, self._norm, self._softmax, self._map):
             for node in reversed(self.graph.nodes):  # a chain is entered at its end
                 if node.output not in calls and node.output not in self.fused and (call := build(node)) is not None:
@@ -213,17 +191,48 @@ class _Planner:
         ]
 
     def _product(self, node: Node) -> KernelCall | None:
-        if node.op == "linear" and self.dtypes[node.inputs[0]] == "int8":
+        is_unsigned = self.dtypes[node.inputs[0]] == "uint8" and self.kernels.has_convolutions
+        if node.op == "linear" and (is_unsigned or self.dtypes[node.inputs[0]] == "int8"):
             end, steps = self._steps_after(node)
-            weight, bias = node.constants["weight"], node.constants.get("bias")
-            return LinearCall(
-                node.inputs, (end.output,), self.kernels.pack(weight), bias, Steps(steps), DTYPES[end.dtype]
-            )
+            weight, bias = self.kernels.pack(node.constants["weight"], is_unsigned), node.constants.get("bias")
+            return LinearCall(node.inputs, (end.output,), weight, bias, Steps(steps), DTYPES[end.dtype])
         if node.op == "matmul" and all(self.dtypes[name] == "int8" for name in node.inputs):
             end, steps = self._steps_after(node, per_tensor=True)
             transpose_b = bool(node.attributes.get("transpose_b", 0))
             return MatmulCall(node.inputs, (end.output,), transpose_b, Steps(steps), DTYPES[end.dtype])
         return None
+
+    def _convolution(self, node: Node) -> KernelCall | None:
+        """Return the call of a convolution and of the residual sum and requantizations that follow."""
+        if not self.kernels.has_convolutions or node.dtype != "int32":
+            return None
+        if self.dtypes[node.inputs[0]] not in ("int8", "uint8") or node.constants["weight"].dtype != torch.int8:
+            return None
+        nodes: list[Node] = [node]
+        steps: list[Step] = []
+        operands: list[str] = []
+        while (follower := self._only_consumer(nodes[-1], None)) is not None:
+            step = self._step(follower, channel_axis=1)
+            if follower.op == "add" and follower.dtype == "int32":
+                first, second = follower.inputs
+                other = second if first == nodes[-1].output else first
+                if self.dtypes[other] not in _FUSED_DTYPES:
+                    break
+                operand, step = self._operand(other, channel_axis=1)
+                if operand != other:
+                    nodes.append(self.producers[other])
+                operands.append(operand)
+            if step is None:
+                break
+            nodes.append(follower)
+            steps.append(step)
+        self.fused |= {each.output for each in nodes}
+        shape, is_unsigned = convolution_shape(node), self.dtypes[node.inputs[0]] == "uint8"
+        weight = self.kernels.pack_convolution(node.constants["weight"], shape, is_unsigned)
+        return ConvolutionCall(
+            (*node.inputs, *operands), (nodes[-1].output,), weight, shape, node.constants.get("bias"),
+            Steps(tuple(steps)), DTYPES[nodes[-1].dtype], nodes,
+        )  # fmt: skip
 
     def _attention(self, node: Node) -> tuple[str, KernelCall] | None:
         """Return the name of the second product of attention and its call, if `node` is the first."""
@@ -326,10 +335,10 @@ class _Planner:
         operand, step = self._operand(right)
         return source, [*steps, step], [*operands, operand]
 
-    def _operand(self, name: str) -> tuple[str, Add]:
+    def _operand(self, name: str, channel_axis: int = -1) -> tuple[str, Add]:
         """Return the tensor that an addition reads, before its requantization if nothing else reads it."""
         node = self.producers.get(name)
-        step = self._step(node) if node is not None and self._is_private(name) else None
+        step = self._step(node, channel_axis) if node is not None and self._is_private(name) else None
         if node is None or not isinstance(step, Requantize):
             return name, Add()
         self.fused.add(name)
@@ -343,16 +352,16 @@ class _Planner:
         dtypes = (node.dtype, *(self.dtypes[name] for name in node.inputs))
         return _FUSED_DTYPES.issuperset(dtypes) and (node.op == "add" or self._step(node) is not None)
 
-    def _step(self, node: Node) -> Step | None:
-        """Return the step that an elementwise node is."""
+    def _step(self, node: Node, channel_axis: int = -1) -> Step | None:
+        """Return the step that an elementwise node is, for a kernel whose channels are along an axis."""
         if len(node.inputs) != 1 or self.dtypes[node.inputs[0]] not in _FUSED_DTYPES or node.dtype not in _FUSED_DTYPES:
             return None
         attributes: dict[str, Any] = dict(node.attributes)
         constants: dict[str, Any] = node.constants
         if node.op == "requantize":
             axis = attributes.pop("axis", -1)
-            is_last = axis == -1 or constants["multiplier"].numel() == constants["shift"].numel() == 1
-            return Requantize(**constants, **attributes) if is_last else None
+            per_tensor = constants["multiplier"].numel() == constants["shift"].numel() == 1
+            return Requantize(**constants, **attributes) if per_tensor or axis == channel_axis else None
         if node.op == "gelu":
             return Gelu(**attributes)
         if node.op == "table":

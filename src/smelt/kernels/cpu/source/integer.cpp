@@ -1,5 +1,6 @@
-// Kernels of integer-only networks: GEMM, batched matmul, attention, softmax, norms and elementwise steps on integers.
+// Kernels of integer-only networks: GEMM, convolution, batched matmul, attention, softmax, norms and elementwise steps on integers.
 // Bit-identical to the reference in runtime/integer/ops.py. Structures own nothing; same layout as in cpu/integer.py.
+#include "integer_conv.h"
 #include "integer_gemm.h"
 #include "integer_rows.h"
 
@@ -51,11 +52,12 @@ PackedPanels pack_matrix(
 }  // namespace
 
 struct IntegerLinear {
-    const int8_t* x;  // [rows, x_stride]
+    const int8_t* x;  // [rows, x_stride], int8 or uint8
     int64_t x_stride, rows;
     PackedPanels weight;
     const int32_t* bias;
     Output out;
+    int32_t is_unsigned;
 };
 
 struct IntegerMatmul {
@@ -110,17 +112,30 @@ extern "C" int64_t smelt_integer_packed_size(int64_t channels, int64_t columns) 
     return round_up(channels, PANEL) * round_up(columns, DEPTH);
 }
 
-extern "C" void smelt_integer_pack(const int8_t* weight, int64_t channels, int64_t columns, int8_t* bytes, int32_t* offset) {
+extern "C" void smelt_integer_pack(
+    const int8_t* weight, int64_t channels, int64_t columns, int is_unsigned, int8_t* bytes, int32_t* offset) {
     const int64_t padded = round_up(columns, DEPTH);
+    const int factor = activation_offset(is_unsigned);
     for (int64_t c = 0; c < channels; c += PANEL) {
         const int64_t count = std::min<int64_t>(channels - c, PANEL);
-        pack_panel(weight + c * columns, columns, count, columns, bytes + c * padded, offset + c);
+        pack_panel(weight + c * columns, columns, count, columns, bytes + c * padded, offset + c, factor);
     }
+}
+
+// Bytes of the packed weight of a depthwise convolution.
+extern "C" int64_t smelt_integer_depthwise_size(int64_t channels, int64_t kernel_height, int64_t kernel_width) {
+    return round_up(channels, PANEL) / PANEL * depthwise_panel_size(kernel_height, kernel_width);
+}
+
+extern "C" void smelt_integer_pack_depthwise(
+    const int8_t* weight, int64_t channels, int64_t kernel_height, int64_t kernel_width, int is_unsigned, int8_t* bytes,
+    int32_t* offset) {
+    pack_depthwise(weight, channels, kernel_height, kernel_width, is_unsigned, bytes, offset);
 }
 
 extern "C" int64_t smelt_integer_sizes(int index) {
     const int64_t sizes[] = {sizeof(Step), sizeof(IntegerLinear), sizeof(IntegerMatmul), sizeof(IntegerAttention),
-                             sizeof(IntegerSoftmax), sizeof(IntegerNorm), sizeof(IntegerMap)};
+                             sizeof(IntegerSoftmax), sizeof(IntegerNorm), sizeof(IntegerMap), sizeof(IntegerConvolution)};
     return index < int(sizeof(sizes) / sizeof(*sizes)) ? sizes[index] : 0;
 }
 
@@ -130,18 +145,25 @@ extern "C" void smelt_integer_linear(const IntegerLinear* task, int threads) {
     // A block of tokens is split by channels where there are too few blocks for the threads.
     const int64_t wanted = (4 * threads + blocks - 1) / std::max<int64_t>(blocks, 1);
     const int64_t splits = std::max<int64_t>(std::min(wanted, panels / 4), 1);
+    const int8_t flip = int8_t(activation_flip(task->is_unsigned));
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
     for (int64_t index = 0; index < blocks * splits; ++index) {
         static thread_local Scratch scratch;
         const int64_t row = index / splits * ROW_BLOCK, rows = std::min(task->rows - row, ROW_BLOCK), split = index % splits;
         int8_t* tiles = scratch.get<int8_t>(round_up(rows, TILE) * weight.padded());
-        pack_tokens(task->x + row * task->x_stride, task->x_stride, rows, weight.columns, tiles);
+        pack_tokens(task->x + row * task->x_stride, task->x_stride, rows, weight.columns, tiles, flip);
         const int64_t first = panels * split / splits * PANEL;
         const int64_t last = std::min(panels * (split + 1) / splits * PANEL, weight.channels);
         multiply_panels(weight, tiles, rows, task->bias, first, last, [&](int32_t* sums, int64_t channel, int64_t count) {
             store_tile(task->out, {sums, STRIP, row, rows, channel, count});
         });
     }
+}
+
+extern "C" void smelt_integer_convolution(const IntegerConvolution* task, int threads) {
+    if (task->groups > 1 && task->groups == task->channels && task->channels == task->out_channels)
+        return convolve_depthwise(*task, threads);
+    convolve_by_gemm(*task, threads);
 }
 
 extern "C" void smelt_integer_matmul(const IntegerMatmul* task, int threads) {

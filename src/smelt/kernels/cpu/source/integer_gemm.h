@@ -1,8 +1,9 @@
 // GEMM of int8 activations and int8 weights with int32 sums, for integer-only networks.
 //
 // Lanes are output channels: weights are packed once to panels of 16 channels, [panels, columns / GROUP, 16, GROUP], and
-// GROUP columns of a token are broadcast, so that nothing is summed across lanes. x86 multiplies unsigned by signed bytes:
-// activations are offset by 128 while they are copied into tiles, and the packed weights carry what that adds to a sum.
+// GROUP columns of a token are broadcast, so that nothing is summed across lanes. x86 multiplies unsigned by signed bytes,
+// ARM signed ones: activations of the other kind are moved by 128 while they are copied into tiles, and the packed weights
+// carry what that adds to a sum.
 #pragma once
 
 #include "int8_gemv.h"
@@ -12,12 +13,21 @@ constexpr int DEPTH = 16;                // columns are padded to a multiple of 
 constexpr int TILE = PARTS == 1 ? 8 : 4; // tokens multiplied at once, limited by the number of registers
 constexpr int64_t ROW_BLOCK = 64;        // tokens whose activations stay in cache
 constexpr int64_t STRIP = 64;            // channels finished at once: a cache line of int8 results
-constexpr int ACTIVATION_OFFSET = SIGNED_WEIGHTS ? 0 : 128;
 #ifdef __ARM_FEATURE_MATMUL_INT8
 constexpr int GROUP = 8;  // SMMLA: two tokens by two channels, eight columns each
 #else
 constexpr int GROUP = 4;  // four products to a lane
 #endif
+
+// The number to add to the sum of the weights' products for activations that are moved by 128; 0 if they are not.
+constexpr int activation_offset(bool is_unsigned) {
+    return is_unsigned == !SIGNED_WEIGHTS ? 0 : is_unsigned ? 128 : -128;
+}
+// The bit of a byte that moves activations to the other range.
+constexpr int activation_flip(bool is_unsigned) {
+    return activation_offset(is_unsigned) ? 0x80 : 0;
+}
+constexpr int ACTIVATION_OFFSET = activation_offset(false), ACTIVATION_FLIP = activation_flip(false);
 
 // A matrix [channels, columns] in panels; `offset` [padded channels] is added to the sums of each channel.
 struct PackedPanels {
@@ -29,8 +39,10 @@ struct PackedPanels {
     const int8_t* panel(int64_t channel) const { return bytes + channel * padded(); }
 };
 
-// Pack a panel from rows of contiguous columns.
-inline void pack_panel(const int8_t* rows, int64_t stride, int64_t count, int64_t columns, int8_t* out, int32_t* offset) {
+// Pack a panel from rows of contiguous columns; `factor` times the sum of a row is its offset.
+inline void pack_panel(
+    const int8_t* rows, int64_t stride, int64_t count, int64_t columns, int8_t* out, int32_t* offset,
+    int factor = ACTIVATION_OFFSET) {
     const int64_t padded = round_up(columns, DEPTH);
     if (count < PANEL || padded != columns) std::memset(out, 0, PANEL * padded);
     for (int64_t c = 0; c < PANEL; ++c) {
@@ -40,10 +52,10 @@ inline void pack_panel(const int8_t* rows, int64_t stride, int64_t count, int64_
             int64_t k = 0;
             for (; k + GROUP <= columns; k += GROUP) std::memcpy(out + k * PANEL + c * GROUP, row + k, GROUP);
             for (; k < columns; ++k) out[k / GROUP * GROUP * PANEL + c * GROUP + k % GROUP] = row[k];
-            if (ACTIVATION_OFFSET)
+            if (factor)
                 for (k = 0; k < columns; ++k) sum += row[k];
         }
-        offset[c] = -ACTIVATION_OFFSET * sum;
+        offset[c] = factor * sum;
     }
 }
 
@@ -69,13 +81,14 @@ inline void pack_panel_transposed(
     if (ACTIVATION_OFFSET)
         for (k = 0; k < columns; ++k)
             for (int64_t c = 0; c < count; ++c) sums[c] += rows[k * stride + c];
-    for (int c = 0; c < PANEL; ++c) offset[c] = -ACTIVATION_OFFSET * sums[c];
+    for (int c = 0; c < PANEL; ++c) offset[c] = ACTIVATION_OFFSET * sums[c];
 }
 
 // Copy tokens into tiles [tokens / TILE, padded / DEPTH, TILE, DEPTH]; what is beyond the last token does not matter.
-inline void pack_tokens(const int8_t* x, int64_t stride, int64_t tokens, int64_t columns, int8_t* tiles) {
+inline void pack_tokens(
+    const int8_t* x, int64_t stride, int64_t tokens, int64_t columns, int8_t* tiles, int8_t flip_bit = int8_t(ACTIVATION_FLIP)) {
     const hn::Full128<int8_t> tag;
-    const auto flip = hn::Set(tag, int8_t(ACTIVATION_OFFSET));
+    const auto flip = hn::Set(tag, flip_bit);
     const int64_t padded = round_up(columns, DEPTH);
     for (int64_t t = 0; t < tokens; ++t) {
         const int8_t* row = x + t * stride;
