@@ -68,7 +68,9 @@ def quantized(
         if isinstance(module, nn.Linear) and inside and own is not None:
             matrix = own.weight.quantize(module.weight.detach())
             layer = QuantizedLinear.from_quantized(matrix, own, bias=module.bias, dtype=module.weight.dtype)
-            if own.static:
+            if own.has_static_zero_point:
+                layer.set_static_inputs(torch.tensor(4 / 255), torch.tensor(64))
+            elif own.static:
                 layer.set_static_input_scale(torch.full((module.in_features,), 3.0))
             replace_module(network, path, layer)
     return Model(network, None, source)

@@ -94,13 +94,25 @@ def test_eight_bit_layers_keep_their_codes(tmp_path: Path) -> None:
     torch.testing.assert_close(results, expected, atol=1e-4, rtol=0)
 
 
+def test_inputs_with_a_static_zero_point(tmp_path: Path) -> None:
+    runtime = needed()
+    model = quantized(encoder(**{**SMALL, "num_hidden_layers": 1}), scheme("int8", "int8-asym", static=True))
+    export(model, "onnx", tmp_path / "out")
+    inputs = {name: tensor for name, tensor in batch(3, 9).items() if name != "token_type_ids"}
+    with torch.no_grad():
+        expected = model.network(**inputs).logits
+    results = run(runtime, tmp_path / "out", inputs, disable_quant_qdq="1")
+    torch.testing.assert_close(results, expected, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("chosen", "words"),
     [
         (scheme("int4/32"), "int4/32, and ONNX"),
         (scheme("int8/32"), "int8/32, and ONNX"),
         (scheme("fp8-e4m3"), "fp8-e4m3, and ONNX"),
-        (scheme("int8", "int8"), "only static ones"),
+        (scheme("int8", "int8"), "int8 with dynamic scales, and ONNX"),
+        (scheme("int8", "int4", static=True), "int4/tensor with static scales, and ONNX"),
         (scheme("int8", hadamard=True), "online rotation"),
         (scheme("int8", clip=0.9), "clipped inputs"),
     ],

@@ -18,7 +18,14 @@ from smelt.kernels.cpu import kernels, operator
 from smelt.kernels.cpu.build import NATIVE
 from smelt.kernels.cpu.plan import make_linear_plan
 from smelt.kernels.dispatch import use_backend
-from smelt.kernels.linear import REFERENCE, ActivationQuant, LinearKernel, PackedMatrix, select_kernel
+from smelt.kernels.linear import (
+    REFERENCE,
+    ActivationQuant,
+    LinearKernel,
+    PackedMatrix,
+    ZeroPointLinear,
+    select_kernel,
+)
 from smelt.models.quantization_scheme import QuantizationScheme
 from smelt.models.quantized import QuantizedLinear
 from smelt.numerics.catalog import get_format
@@ -57,6 +64,11 @@ INPUTS = {
     "clipped": ActivationQuant(get_format("int8-wide"), clip_ratio=0.5),
     "fixed": ActivationQuant(get_format("int8/tensor"), torch.full((1, 1, 1), 0.02)),
 }
+
+
+def with_zero_point(name: str, scale: float, zero: int) -> ActivationQuant:
+    code = torch.full((1, 1, 1), zero, dtype=torch.uint8)
+    return ActivationQuant(get_format(name), torch.full((1, 1, 1), scale), zero=code)
 
 
 @pytest.fixture(params=MACHINES)
@@ -102,7 +114,7 @@ def check(kernel: LinearKernel, name: str, inputs: ActivationQuant | None) -> No
         matrix = packed(name, rows, columns)
         for dtype, tolerance in TOLERANCE.items():
             if not kernel.supports(matrix, inputs, dtype):
-                assert isinstance(kernel, kernels.Int8Linear)
+                assert kernel.quantizes_inputs
                 continue
             bias = torch.randn(rows).to(dtype) if position % 2 else None
             for tokens in TOKENS:
@@ -134,6 +146,32 @@ def test_float_inputs(name: str, library: Any) -> None:
 @pytest.mark.parametrize("name", INTEGERS)
 def test_integer_inputs(name: str, inputs: str, library: Any) -> None:
     check(kernels.Int8Linear(library), name, INPUTS[inputs])
+
+
+@compiled
+@pytest.mark.parametrize("name", ["int8", "int4-asym/32@float16", "dint4/32"])
+def test_a_static_zero_point_is_folded_into_the_bias(name: str, library: Any) -> None:
+    for inputs in (with_zero_point("int8-asym/tensor", 0.02, 20), with_zero_point("int4-asym/tensor", 0.2, 15)):
+        check(ZeroPointLinear(kernels.Int8Linear(library)), name, inputs)
+
+
+@compiled
+def test_a_static_zero_point_keeps_the_integer_product() -> None:
+    matrix, inputs = packed("int4/row", 40, 96), with_zero_point("int8-asym/tensor", 0.02, 3)
+    kernel = select_kernel(matrix, inputs, torch.float32)
+    assert kernel.name == "cpu-integer" and kernel.quantizes_inputs
+    with use_backend("reference"):
+        assert select_kernel(matrix, inputs, torch.float32) is REFERENCE
+    layer = QuantizedLinear.from_quantized(
+        matrix.unpack(), QuantizationScheme(matrix.format, inputs.format, static=True), bias=None, dtype=torch.float32
+    )
+    layer.set_static_inputs(inputs.scale, inputs.zero)
+    x = torch.randn(2, 5, 96)
+    y = layer(x)
+    assert layer.backend == "cpu-integer" and error(x, y, matrix, inputs) < 1e-6
+    restored = QuantizationScheme.from_json(layer.scheme.to_json(), "a file")
+    assert restored == layer.scheme and layer.input_zero.dtype == torch.uint8
+    assert layer.bfloat16().input_zero.dtype == torch.uint8 and int(layer.input_zero) == 3
 
 
 @compiled

@@ -39,7 +39,10 @@ SHAPES: dict[str, tuple[type[nn.Module], dict[str, object], tuple[int, ...]]] = 
     "1-d": (nn.Conv1d, {"in_channels": 10, "out_channels": 12, "kernel_size": 3, "stride": 2, "padding": 1}, (21,)),
     "1-d dilated": (nn.Conv1d, {"in_channels": 4, "out_channels": 5, "kernel_size": 2, "dilation": 3}, (9,)),
 }  # fmt: skip
-INPUTS = {"float": (None, False), "dynamic": ("int8", False), "static": ("int8", True), "int4": ("int4", True)}
+INPUTS = {
+    "float": (None, False), "dynamic": ("int8", False), "static": ("int8", True), "int4": ("int4", True),
+    "zero point": ("int8-asym", True), "int4 zero point": ("int4-asym", True),
+}  # fmt: skip
 
 
 def build(name: str) -> tuple[nn.Module, Tensor]:
@@ -57,7 +60,11 @@ def quantized(module: nn.Module, weight: Integer, inputs: str, x: Tensor) -> Qua
     layer = quantized_replacement(module, QuantizationScheme(weight, input_format, static))
     assert isinstance(layer, QuantizedConv)
     layer.set_tensors(weight.quantize(linear_weight(module).detach()), module.bias)  # type: ignore[arg-type]
-    if static:
+    if static and layer.scheme.has_static_zero_point:
+        assert input_format is not None
+        qparams = input_format.compute_qparams(x.clamp(min=-0.8).reshape(1, 1, -1))
+        layer.set_static_inputs(qparams.scale, qparams.zero)
+    elif static:
         layer.set_static_input_scale(x.abs().amax()[None])
     return layer
 
@@ -100,6 +107,22 @@ def test_an_integer_product_runs_where_it_can() -> None:
         pytest.skip("no compiled kernels here")
     assert layer.backend == "cpu-integer"
     assert grouped.backend == "cpu-float"
+
+
+@pytest.mark.parametrize("name", ["3x3", "uneven", "1-d"])
+def test_images_with_a_zero_point_are_padded_with_its_value(name: str) -> None:
+    """An integer product that pads shifted images with codes of zero is wrong at the edges, by the offset."""
+    module, x = build(name)
+    layer = quantized(module, Integer(-1, "float32", 8, True), "zero point", x)
+    assert layer.inputs is not None and float(layer.inputs.offset) > 0.5
+    with torch.no_grad():
+        outside = layer(torch.zeros_like(x))
+        layer(x)
+    bias = 0 if module.bias is None else module.bias.view(-1, *[1] * (x.dim() - 2))  # type: ignore[operator]
+    torch.testing.assert_close(outside, torch.zeros_like(outside) + bias, rtol=0, atol=1e-5)
+    if layer.backend == "reference":
+        pytest.skip("no compiled kernels here")
+    assert layer.backend == "cpu-integer"
 
 
 def test_each_image_has_its_own_dynamic_scale() -> None:

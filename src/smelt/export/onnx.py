@@ -28,7 +28,7 @@ from smelt.export.format import Export, ExportFormat
 from smelt.models.artifact import shaped_config, write_json
 from smelt.models.json_file import one_line
 from smelt.models.model import Model
-from smelt.models.quantized import STATIC_SCALE, QuantizedEmbedding, QuantizedLinear, quantized_layers
+from smelt.models.quantized import QuantizedEmbedding, QuantizedLinear, quantized_layers
 from smelt.models.quantized_network import replace_module
 from smelt.models.verify import probe
 from smelt.numerics.catalog import format_name
@@ -143,11 +143,13 @@ class _IntegerLayer(nn.Module):
                 f"{path} has an online rotation, low-rank factors or clipped inputs, which this export does not write."
             )
         inputs = scheme.inputs
-        fixed = type(inputs) is Integer and inputs.bits == 8 and inputs.symmetric and scheme.static
+        fixed = type(inputs) is Integer and inputs.bits == 8 and scheme.static
         if inputs is not None and not fixed:
+            scales = "static" if scheme.static else "dynamic"
             raise FormatError(
-                f"{path} quantizes its inputs to {format_name(inputs)} with dynamic scales, and ONNX export supports "
-                "only static ones; use `input_activations: int8` and `static_activations: true`, or the weights only."
+                f"{path} quantizes its inputs to {format_name(inputs)} with {scales} scales, and ONNX export supports "
+                "8 bits with static ones; use `input_activations: int8` and `static_activations: true`, or the weights "
+                "only."
             )
         stored = layer.packed.tensors
         rows = layer.out_features
@@ -163,13 +165,19 @@ class _IntegerLayer(nn.Module):
         self.bias = layer.bias
         self.static = fixed
         if fixed:
-            self.input_scale = nn.Buffer(getattr(layer, STATIC_SCALE).float().reshape(()))
-            self.input_zero = nn.Buffer(torch.zeros((), dtype=torch.int8))
+            input_scale, input_zero = layer.static_inputs
+            assert input_scale is not None
+            self.input_scale = nn.Buffer(input_scale.float().reshape(()))
+            self.input_zero = nn.Buffer(
+                torch.zeros((), dtype=torch.int8) if input_zero is None else input_zero.reshape(())
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         if self.static:
             qparams = (self.input_scale, self.input_zero)
-            codes = torch.onnx.ops.symbolic("QuantizeLinear", (x, *qparams), {}, dtype=torch.int8, shape=x.shape)
+            codes = torch.onnx.ops.symbolic(
+                "QuantizeLinear", (x, *qparams), {}, dtype=self.input_zero.dtype, shape=x.shape
+            )
             x = torch.onnx.ops.symbolic("DequantizeLinear", (codes, *qparams), {}, dtype=torch.float32, shape=x.shape)
         weight = torch.onnx.ops.symbolic(
             "DequantizeLinear", (self.codes, self.scale, self.zero), {"axis": 0},

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smelt.errors import ModelError
-from smelt.kernels.linear import ActivationQuant, LinearKernel, PackedMatrix
+from smelt.kernels.linear import ActivationQuant, LinearKernel, PackedMatrix, offset_products
 from smelt.numerics.integer import Integer
 
 Pair = tuple[int, int]
@@ -152,8 +152,11 @@ def reference_conv(
 def product_inputs(inputs: ActivationQuant | None, shape: ConvShape, device: torch.device) -> ActivationQuant | None:
     """Return how an integer product of unfolded images gets its inputs; None if there is no such product.
 
-    With one scale per image, the images are divided by their scales first: the product then has a scale of 1.
+    With one scale per image, the images are divided by their scales first: the product then has a scale of 1. With a
+    static zero point, the product is that of shifted images.
     """
+    if inputs is not None:
+        inputs = inputs.without_zero_point() or inputs
     if inputs is None or shape.groups > 1 or type(inputs.format) is not Integer or not inputs.format.symmetric:
         return None
     scale = torch.ones(1, 1, 1, device=device) if inputs.scale is None else inputs.scale
@@ -164,11 +167,31 @@ def prepare_conv(
     kernel: LinearKernel, shape: ConvShape, packed: PackedMatrix, inputs: ActivationQuant
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
     """Return the integer convolution of a linear kernel, as a function of images and bias."""
+    if (shifted := inputs.without_zero_point()) is not None:
+        run = prepare_conv(kernel, replace(shape, padding=((0, 0), (0, 0))), packed, shifted)
+        return partial(
+            zero_point_conv, padding=shape.padding, inputs=inputs, padding_value=-float(inputs.offset),
+            products=offset_products(packed, inputs), run=run,
+        )  # fmt: skip
     if isinstance(kernel, ConvKernel) and kernel.supports_conv(packed, inputs):
         return partial(kernel.convolve, shape=shape, prepared=kernel.prepare(packed, inputs))
     product = product_inputs(inputs, shape, packed.device)
     run = partial(kernel.run, packed=packed, inputs=product, prepared=kernel.prepare(packed, product))
     return partial(im2col_conv, shape=shape, inputs=inputs, run=run)
+
+
+def zero_point_conv(
+    x: Tensor, bias: Tensor | None, *, padding: tuple[Pair, Pair], inputs: ActivationQuant, padding_value: float,
+    products: Tensor, run: Callable[[Tensor, Tensor | None], Tensor],
+) -> Tensor:  # fmt: skip
+    """Convolve images whose quantization has a static zero point with `run`, for shifted images without padding.
+
+    Zeros that pad an image are shifted, too, so that `products`, those of the weight with the offset, are the same at
+    every position.
+    """
+    (top, bottom), (left, right) = padding
+    images = F.pad(inputs.shift(x.flatten(1)).view_as(x), (left, right, top, bottom), value=padding_value)
+    return run(images, products if bias is None else products + bias)
 
 
 def im2col_conv(

@@ -21,6 +21,11 @@ class QuantizationScheme:
     rank: int = 0  # of the low-rank factors added to the output
     clip: float = 1.0  # the fraction of the input range that the grid covers; values outside are clipped
 
+    @property
+    def has_static_zero_point(self) -> bool:
+        """Whether the inputs have a fixed zero point beside their fixed scale."""
+        return self.static and self.inputs is not None and self.inputs.has_integer_zero_point
+
     def to_json(self) -> dict[str, Any]:
         plain: dict[str, Any] = {"weight": format_name(self.weight)}
         if self.inputs is not None:
@@ -44,7 +49,7 @@ class QuantizationScheme:
             scheme = cls(weight, None if inputs is None else get_format(inputs), plain.get("static", False))
         except FormatError as error:
             raise ModelError(f"{where}: {error}") from error
-        if scheme.static and (scheme.inputs is None or not scheme.inputs.has_scale_only):
+        if scheme.static and not _can_be_static(scheme.inputs):
             raise ModelError(f"{where}: a static scale is not possible for inputs in the format {inputs!r:.40}.")
         rank, clip = plain.get("rank", 0), plain.get("clip", 1.0)
         if not 0 <= rank <= 65536:
@@ -52,6 +57,10 @@ class QuantizationScheme:
         if not 0 < clip <= 1:
             raise ModelError(f"{where}: inputs cannot be clipped at {clip} of their range.")
         return cls(scheme.weight, scheme.inputs, scheme.static, plain.get("hadamard", False), rank, clip)
+
+
+def _can_be_static(inputs: Format | None) -> bool:
+    return inputs is not None and (inputs.has_scale_only or inputs.has_integer_zero_point)
 
 
 @dataclass(frozen=True)

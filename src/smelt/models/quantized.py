@@ -26,7 +26,7 @@ from smelt.numerics.packing import pack, unpack
 
 NO_BACKEND, DEQUANTIZED = "none yet", "dequantized at load"  # of a layer without a kernel: not yet, and on this device
 
-STATIC_SCALE = "input_scale"
+STATIC_SCALE, STATIC_ZERO = "input_scale", "input_zero"
 QPARAM_NAMES = ("scale", "zero", "negative", "tensor")
 LOW_RANK_NAMES = ("down", "up")
 
@@ -56,6 +56,8 @@ class QuantizedLinear(nn.Module):
             self.register_buffer(name, torch.empty(shape, dtype=buffer_dtype, device="meta"))
         if scheme.static:
             self.register_buffer(STATIC_SCALE, torch.empty(1, 1, 1, device="meta"))
+        if scheme.has_static_zero_point:
+            self.register_buffer(STATIC_ZERO, torch.empty(1, 1, 1, dtype=torch.uint8, device="meta"))
         if scheme.rank:
             self.register_buffer("down", torch.empty(scheme.rank, in_features, dtype=dtype, device="meta"))
             self.register_buffer("up", torch.empty(out_features, scheme.rank, dtype=dtype, device="meta"))
@@ -76,11 +78,13 @@ class QuantizedLinear(nn.Module):
         return layer
 
     def set_tensors(self, quantized: QuantizedTensor, bias: Tensor | None) -> None:
-        """Set the matrix and the bias; a static scale is then unset."""
+        """Set the matrix and the bias; a static scale is then unset, and so is a static zero point."""
         for name, tensor in quantized.pack().items():
             setattr(self, name, tensor.contiguous())
         if self.scheme.static:
             setattr(self, STATIC_SCALE, None)
+        if self.scheme.has_static_zero_point:
+            setattr(self, STATIC_ZERO, None)
         if self.bias is not None and bias is not None:
             self.bias = nn.Parameter(bias.detach().to(self.bias.dtype), requires_grad=False)
 
@@ -88,7 +92,18 @@ class QuantizedLinear(nn.Module):
         """Set the static scale from each input's largest magnitude over the calibration data."""
         assert self.scheme.inputs is not None
         scale = self.scheme.inputs.compute_qparams(amax.reshape(1, 1, -1), clip_ratio=self.scheme.clip).scale
-        setattr(self, STATIC_SCALE, scale.float().reshape(1, 1, 1))
+        self.set_static_inputs(scale, None)
+
+    def set_static_inputs(self, scale: Tensor | None, zero: Tensor | None) -> None:
+        """Set the static scale of the inputs, one value, and their zero point, which is a code."""
+        setattr(self, STATIC_SCALE, None if scale is None else scale.float().reshape(1, 1, 1))
+        if self.scheme.has_static_zero_point:
+            setattr(self, STATIC_ZERO, None if zero is None else zero.to(torch.uint8).reshape(1, 1, 1))
+
+    @property
+    def static_inputs(self) -> tuple[Tensor | None, Tensor | None]:
+        """The static scale of the inputs and their zero point, [1, 1, 1], as far as there are any."""
+        return getattr(self, STATIC_SCALE, None), getattr(self, STATIC_ZERO, None)
 
     def quantize_inputs(self, inputs: Format) -> None:
         """Quantize the inputs of a weight-only layer, too, scaled per token."""
@@ -190,7 +205,8 @@ class QuantizedLinear(nn.Module):
     def inputs(self) -> ActivationQuant | None:
         if self.scheme.inputs is None or self.round_inputs is not None:
             return None
-        return ActivationQuant(self.scheme.inputs, getattr(self, STATIC_SCALE, None), self.scheme.clip)
+        scale, zero = self.static_inputs
+        return ActivationQuant(self.scheme.inputs, scale, self.scheme.clip, zero)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
         """Move or cast the layer as any module, but leave the dtypes of packed tensors: the format defines them."""

@@ -138,6 +138,11 @@ class Format(ABC):
         """Whether a scale is the only parameter, so that it can be static."""
         return set(self.compute_qparams(torch.zeros(1, 1, 1)).tensors()) == {"scale"}
 
+    @property
+    def has_integer_zero_point(self) -> bool:
+        """Whether the parameters are a scale and a zero point that is a code."""
+        return False
+
     def with_group_size(self, group_size: int) -> Format:
         return replace(self, group_size=group_size)
 

@@ -77,6 +77,10 @@ class Integer(Format):
         return zero.half().float() if self.zero_dtype == "float16" else zero.float()
 
     @property
+    def has_integer_zero_point(self) -> bool:
+        return not self.symmetric and self.zero_dtype == "code"
+
+    @property
     def qparams_bits(self) -> int:
         return super().qparams_bits + (0 if self.symmetric else _ZERO_BITS[self.zero_dtype])
 

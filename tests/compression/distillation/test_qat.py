@@ -23,12 +23,13 @@ from smelt.compression.distillation.speq import StochasticPrecisionTeacher, froz
 from smelt.compression.distillation.student import Student
 from smelt.compression.recipe.recipe import Recipe
 from smelt.errors import DataError, DivergenceError, ModelError, RecipeError
+from smelt.kernels.dispatch import use_backend
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedConv, quantized_layers
 from smelt.models.verify import verify
 from smelt.progress import NullProgress
-from tests.tiny import BUILDS
+from tests.tiny import BUILDS, build_network, inputs
 
 FAST = {"batch_size": 16, "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}, "epochs": 6}
 W2A2 = {"weights": {"quantizer": "sawb"}, "inputs": {"quantizer": "pact", "alpha": 3.0, "penalty_weight": 0.002}}
@@ -79,6 +80,34 @@ def test_a_2_bit_network_learns_and_is_packed(name: str, tmp_path: Path) -> None
     pixels = images()[0]["pixel_values"]
     reloaded = load_artifact(tmp_path / "saved")
     assert torch.equal(reloaded.network(pixels).logits, model.network(pixels).logits)
+
+
+@pytest.mark.parametrize(("family", "bits"), [("vit", 4), ("resnet", 4), ("bert", 8)])
+def test_a_packed_zero_point_is_the_trained_one(family: str, bits: int, tmp_path: Path) -> None:
+    """The convolutions of the ResNet, too, which pad the outputs of a GELU with zeros."""
+    generator = torch.Generator().manual_seed(0)
+    batch = inputs(family, batch=16)
+    batch["labels"] = torch.randint(2, (16,), generator=generator)
+    settings = {"weights": {"quantizer": "minmax", "weight_format": "int8/row"}, "batch_size": 16, "epochs": 4}
+    method = METHODS.build("qat", inputs={"quantizer": "pact2", "bits": bits}, **settings)
+    network = BUILDS[family]()
+    if family == "resnet":
+        network.config.hidden_act = "gelu"
+        network = build_network(type(network), network.config)
+    model, facts = train(method, network, [batch] * 2, tmp_path)
+    assert facts["conversion_error"] < 1e-5
+    layers = quantized_layers(model.network).values()
+    zeros = {int(layer.static_inputs[1]) for layer in layers if layer.static_inputs[1] is not None}
+    assert len(zeros) > 1 and max(zeros) < 2**bits and len(layers) == facts["layers_quantized"]
+    assert len(facts["learned_alpha_n"]) == len(facts["learned_alpha_p"]) == len(layers)
+    (tmp_path / "saved").mkdir()
+    save_artifact(model, tmp_path / "saved")
+    batch.pop("labels")
+    with torch.no_grad():
+        logits = model.network(**batch).logits
+        assert torch.equal(load_artifact(tmp_path / "saved").network(**batch).logits, logits)
+        with use_backend("reference"):
+            torch.testing.assert_close(model.network(**batch).logits, logits, rtol=1e-4, atol=1e-4)
 
 
 def test_a_language_model_learns_ternary_weights_from_itself(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from smelt.compression.distillation.quantizers import ACTIVATION_QUANTIZERS, WEI
 from smelt.compression.distillation.quantizers.base import round_through
 from smelt.compression.distillation.quantizers.lsq import Lsq
 from smelt.compression.distillation.quantizers.pact import Pact
+from smelt.compression.distillation.quantizers.pact2 import Pact2
 from smelt.compression.distillation.quantizers.sawb import CONSTANTS, Sawb, clipping_level
 from smelt.compression.distillation.quantizers.twn import Twn
 from smelt.errors import DataError, RecipeError
@@ -47,6 +48,9 @@ INPUTS: list[dict[str, Any]] = [
     {"quantizer": "dorefa", "bits": 2},
     {"quantizer": "minmax", "bits": 4},
     {"quantizer": "minmax", "bits": 8, "signed": True},
+    {"quantizer": "pact2", "bits": 4, "alpha_n": 0.3, "alpha_p": 1.5},
+    {"quantizer": "pact2", "bits": 3, "alpha_n": 0.3, "alpha_p": 1.5, "gradient": "plus"},
+    {"quantizer": "pact2", "bits": 8},
 ]
 
 
@@ -71,11 +75,13 @@ def test_weights_are_what_their_packed_form_holds(settings: dict[str, Any]) -> N
 def test_activations_are_what_packed_layers_compute(settings: dict[str, Any]) -> None:
     torch.manual_seed(0)
     quantizer = ACTIVATION_QUANTIZERS.build(settings)
-    x = torch.randn(4, 33) if settings.get("signed") else torch.randn(4, 33).relu()
+    x = torch.randn(4, 33) if quantizer.signed else torch.randn(4, 33).relu()
     learned = quantizer.init(x)
     for bits in (quantizer.bits, 8):
         scale = quantizer.scale(bits, learned).detach().reshape(1, 1, 1)
-        expected = ActivationQuant(quantizer.format(bits), scale).fake_quantize(x)
+        zero = quantizer.zero_point(bits, learned)
+        assert (zero is None) == quantizer.format(bits).has_scale_only
+        expected = ActivationQuant(quantizer.format(bits), scale, zero=zero).fake_quantize(x)
         assert torch.equal(quantizer.fake_quantize(x, bits, learned), expected)
 
 
@@ -133,7 +139,7 @@ def test_gradients_of_pact() -> None:
     assert of_inputs.tolist() == [0, 1, 1, 0] and of_alpha == pytest.approx(1 - 8 / 7)
 
 
-@pytest.mark.parametrize("settings", INPUTS[:6], ids=names)
+@pytest.mark.parametrize("settings", [*INPUTS[:6], *INPUTS[9:11]], ids=names)
 def test_gradients_by_finite_differences_without_rounding(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,18 +151,24 @@ def test_gradients_by_finite_differences_without_rounding(
         pytest.skip("CG-PACT's gradient is no derivative")
     x = torch.randn(64, dtype=torch.float64)
     learned = {name: value.double() for name, value in quantizer.init(x.float()).items()}
-    (name, value), bits = next(iter(learned.items())), quantizer.bits
+    bits = quantizer.bits
+    inputs = x.clone().requires_grad_()
+    leaves = {name: value.clone().requires_grad_() for name, value in learned.items()}
 
-    def total(change: float) -> Tensor:
-        return (quantizer.fake_quantize(x, bits, {name: value + change}) ** 2).sum()
+    def total(name: str, change: float) -> Tensor:
+        values = {**learned, name: learned[name] + change} if name in learned else learned
+        return (quantizer.fake_quantize(x + change * (name == "x"), bits, values) ** 2).sum()
 
-    leaf = value.clone().requires_grad_()
-    (quantizer.fake_quantize(x, bits, {name: leaf}) ** 2).sum().backward()
-    assert leaf.grad is not None
-    expected = float((total(1e-6) - total(-1e-6)) / 2e-6)
+    (quantizer.fake_quantize(inputs, bits, leaves) ** 2).sum().backward()
     largest = 2 ** (bits - 1) - 1 if settings.get("signed") else 2**bits - 1
-    scaled = 1.0 if settings["quantizer"] == "pact" else (len(x) * largest) ** -0.5
-    assert float(leaf.grad) == pytest.approx(scaled * expected, rel=1e-4, abs=1e-7)
+    scaled = (len(x) * largest) ** -0.5 if settings["quantizer"] == "lsq" else 1.0
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None
+        expected = float((total(name, 1e-6) - total(name, -1e-6)) / 2e-6)
+        assert float(leaf.grad) == pytest.approx(scaled * expected, rel=1e-4, abs=1e-7), name
+    assert inputs.grad is not None
+    expected = float((total("x", 1e-6) - total("x", -1e-6)) / 2e-6)
+    assert float(inputs.grad.sum()) == pytest.approx(expected, rel=1e-4, abs=1e-7)
 
 
 def test_gradients_of_weights() -> None:
@@ -248,6 +260,44 @@ def test_a_learned_zero_point_starts_between_two_levels() -> None:
     assert scale.grad is not None and zero.grad is not None
     assert float(scale.grad) == pytest.approx((1.5 - 1.5 + 1.5 + (0.5 - 0.2)) / (4 * 1.5) ** 0.5, abs=1e-6)
     assert float(zero.grad) == pytest.approx(-3 / (4 * 1.5) ** 0.5, abs=1e-6)
+
+
+def test_two_sided_pact_by_hand() -> None:
+    """Two bits between -0.5 and 1: steps of a half, one below zero and two above."""
+    x = torch.tensor([-2.0, -0.7, -0.3, 0.1, 0.6, 0.8, 3.0])
+    z = torch.tensor([-0.6, 0.2, 1.2, 1.6])  # of those between
+    for gradient in ("pact", "plus"):
+        quantizer, inputs = Pact2(2, gradient=gradient), x.clone().requires_grad_()
+        levels = {"alpha_n": 0.5, "alpha_p": 1.0}
+        learned = {name: torch.tensor(level, requires_grad=True) for name, level in levels.items()}
+        y = quantizer.fake_quantize(inputs, 2, learned)
+        assert y.tolist() == [-0.5, -0.5, -0.5, 0, 0.5, 1, 1]
+        y.sum().backward()
+        between = 0.0 if gradient == "pact" else float(((z.round() - z) / 3).sum())
+        assert learned["alpha_p"].grad is not None and learned["alpha_n"].grad is not None
+        assert float(learned["alpha_p"].grad) == pytest.approx(1 + between, abs=1e-6)
+        assert float(learned["alpha_n"].grad) == pytest.approx(-2 + between, abs=1e-6)
+        assert inputs.grad is not None and inputs.grad[2:6].tolist() == [1, 1, 1, 1]
+        assert float(inputs.grad[0]) == float(inputs.grad[6]) == 0
+
+
+def test_two_sided_pact_starts_at_the_extremes_and_keeps_zero_a_level() -> None:
+    x = torch.nn.functional.gelu(torch.linspace(-3, 3, 50))
+    learned = Pact2(8).init(x)
+    assert float(learned["alpha_p"]) == float(x.max()) and float(learned["alpha_n"]) == float(-x.min())
+    assert float((Pact2(8).fake_quantize(x, 8, learned) - x).abs().max()) < 0.52 * float(x.max() - x.min()) / 255
+    for n, p in ((-0.2, 1.0), (1.0, -0.2), (0.0, 1.0), (0.0, 0.0), (0.7, 0.9)):  # an update may cross zero
+        levels = {"alpha_n": torch.tensor(n, requires_grad=True), "alpha_p": torch.tensor(p)}
+        values = Pact2(3).fake_quantize(torch.tensor([-9.0, 0.0, 9.0]), 3, levels)
+        assert values[1] == 0 and values.isfinite().all() and values[0] <= 0 <= values[2]
+        values.sum().backward()
+        assert levels["alpha_n"].grad is not None and float(levels["alpha_n"].grad) < 0, "it can come back"
+    assert Pact2(4, penalty_weight=0.5).penalty({"alpha_n": torch.tensor(1.0), "alpha_p": torch.tensor(2.0)}) == 2.5
+    started = Pact2(4, alpha_n=0.25).init(x)
+    assert float(started["alpha_n"]) == 0.25 and float(started["alpha_p"]) == float(x.max())
+    Pact2().check_input(-torch.ones(3), "block.dense")
+    with pytest.raises(RecipeError, match="alpha_n of pact2 must lie"):
+        Pact2(alpha_n=0.0)
 
 
 def test_one_sided_pact_refuses_negative_inputs() -> None:

@@ -18,7 +18,7 @@ from smelt.compression.distillation.quantizers import ActivationQuantizer, Weigh
 from smelt.errors import DataError
 from smelt.kernels.conv import ConvShape
 from smelt.models.quantization_scheme import QuantizationScheme
-from smelt.models.quantized import STATIC_SCALE, QuantizedLinear
+from smelt.models.quantized import QuantizedLinear
 from smelt.models.quantized_network import linear_weight, quantized_replacement, replace_module
 
 
@@ -64,8 +64,9 @@ class FakeQuantizedLayer(nn.Module):
             self.weights.quantize(linear_weight(self.layer), dict(self.weight_learned.items())), self.layer.bias
         )
         if self.inputs is not None:
-            scale = self.inputs.scale(self.inputs.bits, dict(self.input_learned.items())).detach().float()
-            setattr(packed, STATIC_SCALE, scale.reshape(1, 1, 1).to(self.layer.weight.device))
+            learned = {name: value.detach().to(packed.codes.device) for name, value in self.input_learned.items()}
+            bits = self.inputs.bits
+            packed.set_static_inputs(self.inputs.scale(bits, learned), self.inputs.zero_point(bits, learned))
         return packed
 
 

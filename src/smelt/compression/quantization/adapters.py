@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from smelt.errors import ModelError
 from smelt.kernels.hadamard import hadamard_transform
-from smelt.models.quantized import STATIC_SCALE, QuantizedLinear
+from smelt.models.quantized import QuantizedLinear
 from smelt.numerics.format import PER_TENSOR, QuantizedTensor, QuantParams
 from smelt.numerics.gradient import straight_through
 from smelt.numerics.integer import Integer
@@ -89,7 +89,7 @@ class Adapter(nn.Module):
         merged = QuantizedTensor(number_format, matrix.codes, QuantParams(matrix.qparams.scale, zero))
         new = QuantizedLinear.from_quantized(merged, scheme, bias=layer.bias, dtype=dtype)
         if scheme.static:
-            setattr(new, STATIC_SCALE, getattr(layer, STATIC_SCALE))
+            new.set_static_inputs(*layer.static_inputs)
         return new
 
 

@@ -11,7 +11,7 @@ from smelt.errors import FormatError, ModelError
 from smelt.measure.cost import count_bytes
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
-from smelt.models.quantized import STATIC_SCALE, QuantizedLinear, quantized_layers
+from smelt.models.quantized import QuantizedLinear, quantized_layers
 from smelt.numerics.nested import check_nested, slice_tensor
 
 
@@ -61,9 +61,9 @@ class Slice(Method):
 
 
 def _slice_layer(layer: QuantizedLinear, bits: int) -> None:
-    static = getattr(layer, STATIC_SCALE, None)
+    static_inputs = layer.static_inputs
     quantized = slice_tensor(layer.packed.unpack(), bits)
     layer.scheme = replace(layer.scheme, weight=quantized.format)
     layer.set_tensors(quantized, None)
-    if static is not None:
-        setattr(layer, STATIC_SCALE, static)
+    if layer.scheme.static:
+        layer.set_static_inputs(*static_inputs)

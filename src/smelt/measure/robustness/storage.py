@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import numpy as np
 from torch import Tensor, nn
 
-from smelt.models.quantized import QPARAM_NAMES, STATIC_SCALE, QuantizedLinear
+from smelt.models.quantized import QPARAM_NAMES, STATIC_SCALE, STATIC_ZERO, QuantizedLinear
 
 Part = Literal["codes", "qparams", "floats"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -90,7 +90,7 @@ def _tensors_of(path: str, module: nn.Module) -> Iterator[StoredTensor]:
             continue
         if quantized is not None and name == "codes":
             yield StoredTensor(module, name, path, "codes", quantized.scheme.weight.bits, quantized.in_features)
-        elif quantized is not None and name in (*QPARAM_NAMES, STATIC_SCALE):
+        elif quantized is not None and name in (*QPARAM_NAMES, STATIC_SCALE, STATIC_ZERO):
             yield StoredTensor(module, name, path, "qparams", 8 * buffer.element_size(), 1)
         elif buffer.is_floating_point():
             yield _float_tensor(path, module, name, buffer)

@@ -98,7 +98,7 @@ class NamedFormatQuantizer(WeightQuantizer):
 
 
 class ActivationQuantizer(Registered, ABC):
-    """Quantizes the inputs of a layer on a uniform grid with one scale that does not depend on them."""
+    """Quantizes the inputs of a layer on a uniform grid that does not depend on them: a scale, perhaps a zero point."""
 
     paper: ClassVar[str]
     summary: ClassVar[str]
@@ -130,6 +130,10 @@ class ActivationQuantizer(Registered, ABC):
     def scale(self, bits: int, learned: Learned) -> Tensor:
         """Return the step of the grid, []."""
 
+    def zero_point(self, bits: int, learned: Learned) -> Tensor | None:
+        """Return the code of zero, [], if the format has a zero point."""
+        return None
+
     def penalty(self, learned: Learned) -> Tensor | float:
         """Return a term of the loss that keeps what is learned small."""
         return 0.0
@@ -138,8 +142,8 @@ class ActivationQuantizer(Registered, ABC):
         """Raise if the quantizer does not suit the inputs of a layer."""
         if not self.signed and bool((x < 0).any()):
             raise DataError(
-                f"the inputs of {path} have negative values, which unsigned {self.name} sets to zero; use pact, lsq or "
-                "minmax with `signed: true`."
+                f"the inputs of {path} have negative values, which unsigned {self.name} sets to zero; use pact2, "
+                "or pact, lsq or minmax with `signed: true`."
             )
 
 
