@@ -10,8 +10,14 @@
 
 constexpr int PANEL = LANES;             // output channels of a panel
 constexpr int DEPTH = 16;                // columns are padded to a multiple of it
-constexpr int TILE = PARTS == 1 ? 8 : 4; // tokens multiplied at once, limited by the number of registers
-constexpr int64_t ROW_BLOCK = 64;        // tokens whose activations stay in cache
+#if defined(__AVX512VNNI__)
+constexpr int TILE = 12, TILE_PANELS = 2;  // tokens and panels multiplied at once: 24 registers of sums
+constexpr int64_t ROW_BLOCK = 96;          // tokens whose activations stay in cache
+#else
+constexpr int TILE = PARTS == 1 ? 8 : 4, TILE_PANELS = 1;
+constexpr int64_t ROW_BLOCK = 64;
+#endif
+constexpr int64_t CACHE_LINE = 64;
 constexpr int64_t STRIP = 64;            // channels finished at once: a cache line of int8 results
 #ifdef __ARM_FEATURE_MATMUL_INT8
 constexpr int GROUP = 8;  // SMMLA: two tokens by two channels, eight columns each
@@ -99,11 +105,14 @@ inline void pack_tokens(
     }
 }
 
-// Multiply the tokens of a tile with a panel: sums [TILE, stride], beginning at start [PANEL].
+// Multiply the first tokens of a tile with adjacent panels: sums [Tokens, stride], beginning at start [Panels * PANEL].
+// `ahead` is prefetched to the L2 cache.
+template <int Tokens, int Panels>
 inline void multiply_tile(
-    const int8_t* x, const int8_t* w, int64_t padded, const int32_t* start, int32_t* sums, int64_t stride) {
+    const int8_t* x, const int8_t* w, const int8_t* ahead, int64_t padded, const int32_t* start, int32_t* sums,
+    int64_t stride) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-    static_assert(TILE == 4, "two pairs of tokens");
+    static_assert(Tokens == 4 && Panels == 1, "two pairs of tokens");
     int32x4_t sum[2][8];
     unroll<8>([&](auto c) SMELT_INLINE {
         const int32x2_t first = vld1_s32(start + 2 * c);
@@ -154,23 +163,46 @@ inline void multiply_tile(
         vst1q_s32(sums + i / PARTS * stride + i % PARTS * PART_LANES, sum[i / PARTS][i % PARTS]);
     });
 #else
-    I32x16 sum[TILE];
-    unroll<TILE>([&](auto t) SMELT_INLINE { sum[t] = load(start); });
-    for (int64_t k = 0; k < padded; k += DEPTH, x += TILE * DEPTH) {
+    I32x16 sum[Tokens][Panels];
+    unroll<Tokens * Panels>([&](auto i) SMELT_INLINE { sum[i / Panels][i % Panels] = load(start + i % Panels * PANEL); });
+    for (int64_t k = 0; k < padded; k += DEPTH, x += TILE * DEPTH, ahead += CACHE_LINE) {
+        if (Panels > 1) __builtin_prefetch(ahead, 0, 2);
         for (int g = 0; g < DEPTH; g += GROUP, w += PANEL * GROUP) {
-            const I8x64 weights = load(w);
-            unroll<TILE>([&](auto t) SMELT_INLINE {
+            I8x64 weights[Panels];
+            unroll<Panels>([&](auto p) SMELT_INLINE { weights[p] = load(w + p * PANEL * padded); });
+            unroll<Tokens>([&](auto t) SMELT_INLINE {
                 int32_t four;
                 std::memcpy(&four, x + t * DEPTH + g, 4);
                 const auto token = hn::BitCast(Tag<uint8_t>(), hn::Set(Tag<int32_t>(), four));
-                unroll<PARTS>([&](auto p) SMELT_INLINE {
-                    sum[t].part[p] = dot_bytes<BYTES>(token, weights.part[p], sum[t].part[p]);
+                unroll<Panels * PARTS>([&](auto i) SMELT_INLINE {
+                    auto& part = sum[t][i / PARTS].part[i % PARTS];
+                    part = dot_bytes<BYTES>(token, weights[i / PARTS].part[i % PARTS], part);
                 });
             });
         }
     }
-    unroll<TILE>([&](auto t) SMELT_INLINE { store(sum[t], sums + t * stride); });
+    unroll<Tokens * Panels>([&](auto i) SMELT_INLINE {
+        store(sum[i / Panels][i % Panels], sums + i / Panels * stride + i % Panels * PANEL);
+    });
 #endif
+}
+
+// Multiply tokens, in tiles, with adjacent panels, and prefetch the next ones: one cache line per step of each tile.
+template <int Panels>
+inline void multiply_tiles(
+    const int8_t* tiles, const int8_t* w, int64_t tokens, int64_t padded, const int32_t* start, int32_t* sums) {
+    const int8_t* ahead = w + Panels * PANEL * padded;
+    for (int64_t t = 0; t < tokens; t += TILE) {
+        auto multiply = [&](auto rows) {
+            multiply_tile<rows, Panels>(tiles + t * padded, w, ahead, padded, start, sums + t * STRIP, STRIP);
+        };
+        if (TILE_PANELS == 1 || tokens - t > 8) multiply(std::integral_constant<int, TILE>());
+        else if constexpr (TILE_PANELS > 1) {  // short tiles are compiled for this case alone
+            if (tokens - t > 4) multiply(std::integral_constant<int, 8>());
+            else multiply(std::integral_constant<int, 4>());
+        }
+        ahead += padded / DEPTH * CACHE_LINE;
+    }
 }
 
 // Multiply `tokens` tokens, in tiles, with the channels from `first` up to `last`, a multiple of PANEL unless it is the
@@ -183,15 +215,16 @@ inline void multiply_panels(
     const int64_t padded = weights.padded();
     int32_t* sums = buffer.get<int32_t>(round_up(tokens, TILE) * STRIP);
     for (int64_t strip = first; strip < last; strip += STRIP) {
-        const int64_t count = std::min(last - strip, STRIP);
-        for (int64_t channel = strip; channel < strip + count; channel += PANEL) {
-            alignas(64) int32_t start[PANEL];
-            std::memcpy(start, weights.offset + channel, sizeof(start));
-            for (int64_t c = 0; bias && c < std::min<int64_t>(last - channel, PANEL); ++c)
-                start[c] = int32_t(uint32_t(start[c]) + uint32_t(bias[channel + c]));  // sums are modulo 2^32
-            for (int64_t t = 0; t < tokens; t += TILE)
-                multiply_tile(
-                    tiles + t * padded, weights.panel(channel), padded, start, sums + t * STRIP + channel - strip, STRIP);
+        const int64_t count = std::min(last - strip, STRIP), panels = (count + PANEL - 1) / PANEL;
+        alignas(64) int32_t start[STRIP];
+        std::memcpy(start, weights.offset + strip, panels * PANEL * sizeof(*start));
+        for (int64_t c = 0; bias && c < count; ++c)
+            start[c] = int32_t(uint32_t(start[c]) + uint32_t(bias[strip + c]));  // sums are modulo 2^32
+        for (int64_t p = 0; p < panels; p += TILE_PANELS) {
+            const int64_t c = p * PANEL;
+            const int8_t* w = weights.panel(strip + c);
+            if (panels - p >= TILE_PANELS) multiply_tiles<TILE_PANELS>(tiles, w, tokens, padded, start + c, sums + c);
+            else multiply_tiles<1>(tiles, w, tokens, padded, start + c, sums + c);
         }
         finish(sums, strip, count);
     }
