@@ -22,11 +22,14 @@ from transformers import (
     ResNetForImageClassification,
     ViTConfig,
     ViTForImageClassification,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 from smelt.errors import ModelError
 from smelt.measure.latency import compare_latency, decode_latency, latency, ratio_interval, time_call
 from smelt.models.model import Model
+from smelt.models.quartznet import QuartzNetConfig, QuartzNetForCTC
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 
@@ -99,6 +102,33 @@ def test_forward_over_images(build: object, side: int) -> None:
     result = latency(model, batch=2, repeats=2, warmup=0)
     assert seen == [(2, 3, side, side)] * 2
     assert result.length == 1 and result.tokens_per_second == pytest.approx(2 / (result.median_ms / 1000))
+
+
+def whisper() -> PreTrainedModel:
+    size = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_mel_bins": 8}
+    tokens = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 2}
+    return WhisperForConditionalGeneration(
+        WhisperConfig(vocab_size=30, max_source_positions=50, **size, **heads, **tokens)
+    )
+
+
+def quartznet() -> PreTrainedModel:
+    sizes = {"hidden_sizes": (8,), "kernel_sizes": (3,), "stem_channels": 8, "head_channels": 8}
+    return QuartzNetForCTC(QuartzNetConfig(num_mel_bins=8, **sizes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("build", "frames"), [(whisper, 100), (quartznet, 64)])
+def test_forward_over_spectrograms(build: object, frames: int) -> None:
+    model = Model(build())  # type: ignore[operator]
+    seen: list[tuple[int, ...]] = []
+    model.network.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(tuple(kwargs["input_features"].shape)), with_kwargs=True
+    )
+    result = latency(model, batch=2, length=64, repeats=2, warmup=0)
+    assert seen == [(2, 8, frames)] * 2
+    assert result.length == frames
+    assert result.tokens_per_second == pytest.approx(2 * frames / (result.median_ms / 1000))
 
 
 @pytest.mark.parametrize("build", [gpt2, llama, opt])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from smelt.errors import ModelError
 from smelt.measure.clock import stopwatch, time_call
-from smelt.models.inputs import random_inputs
+from smelt.models.inputs import complete_inputs, random_inputs
 from smelt.models.model import Model
 
 __all__ = ["Latency", "LatencyComparison", "compare_latency", "decode_latency", "latency", "time_call"]
@@ -25,8 +25,8 @@ _RESAMPLES = 2000
 class Latency:
     """Median and interquartile range of the timed calls, with the settings they depend on.
 
-    `length` is the number of tokens per row; an image and an observation count as one, so `tokens_per_second` then
-    counts these.
+    `length` is the number of tokens per row, or of frames of a spectrogram; an image and an observation count as one.
+    `tokens_per_second` counts the same.
     """
 
     median_ms: float
@@ -62,7 +62,7 @@ def latency(
     min_seconds: float = 0.0,
     seed: int = 0,
 ) -> Latency:
-    """Time one forward over random token ids, random pixels for image models, or random observations for policies."""
+    """Time one forward over random token ids, pixels, spectrograms or observations, whichever the model reads."""
     with _inference(model):
         forward = _forward(model, batch, length, seed)
         seconds = time_call(forward, warmup=warmup, repeats=repeats, min_seconds=min_seconds, device=model.device)
@@ -146,6 +146,9 @@ def _forward(model: Model, batch: int, length: int, seed: int) -> Callable[[], o
     if model.task == "policy":
         inputs = {name: tensor.to(model.device) for name, tensor in random_inputs(network, batch).items()}
         return lambda: network(**inputs)
+    if model.task == "speech":
+        spectrograms = _spectrograms(model, batch, length, seed)
+        return lambda: network(**spectrograms)
     _check_length(model, length)
     token_ids = _token_ids(model, batch, length, seed)
     if model.task == "language":
@@ -182,11 +185,22 @@ def _pixels(model: Model, batch: int, seed: int) -> Tensor:
     return pixels.to(device=model.device, dtype=model.network.dtype)
 
 
+def _spectrograms(model: Model, batch: int, length: int, seed: int) -> dict[str, Tensor]:
+    """Return random spectrograms and, for an encoder-decoder, the first tokens of the decoder."""
+    shape = (batch, model.network.config.num_mel_bins, _length(model, length))
+    features = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    features = features.to(device=model.device, dtype=model.network.dtype)
+    return complete_inputs(model.network, {"input_features": features})
+
+
 def _takes_images(model: Model) -> bool:
     return bool(model.network.main_input_name == "pixel_values")
 
 
 def _length(model: Model, length: int) -> int:
+    positions = getattr(model.network.config, "max_source_positions", None)
+    if model.task == "speech" and positions is not None:
+        return 2 * int(positions)  # frames: Whisper pads every recording to 30 seconds, and two convolutions halve it
     return 1 if _takes_images(model) or model.task == "policy" else length
 
 
