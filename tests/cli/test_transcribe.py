@@ -57,11 +57,36 @@ def test_eval_gives_the_word_error_rate(folder: Path, smelt_here: Smelt, tmp_pat
     assert quality["value"] >= 3 / quality["settings"]["words"]
 
 
+def test_channels_are_averaged(folder: Path, smelt_here: Smelt, tmp_path: Path) -> None:
+    mono, rate = soundfile.read(folder / "b.flac")
+    offset = 0.1 * np.sin(np.arange(len(mono)))
+    soundfile.write(tmp_path / "b.wav", np.stack([mono + offset, mono - offset], axis=1), rate, subtype="DOUBLE")
+    files = [str(folder / "b.flac"), str(tmp_path / "b.wav")]
+    done = smelt_here("transcribe", str(folder / "model"), *files, "--json", str(tmp_path / "result.json"))
+    assert done.code == 0, done.err
+    mono_text, stereo_text = (
+        each["text"] for each in json.loads((tmp_path / "result.json").read_text())["transcripts"]
+    )
+    assert mono_text == stereo_text
+
+
 def test_bad_recordings_are_one_sentence(folder: Path, smelt_here: Smelt, place: Place, tmp_path: Path) -> None:
     model = str(folder / "model")
     soundfile.write(tmp_path / "empty.wav", np.zeros(0), RATE)
+    soundfile.write(tmp_path / "short.wav", np.zeros(319), RATE)  # 320 at half the rate are half a frame
+    soundfile.write(tmp_path / "nan.wav", np.array([0.1, np.nan] * 400), RATE, subtype="FLOAT")
     (tmp_path / "text.wav").write_text("no recording")
-    smelt_here("transcribe", model, str(tmp_path / "empty.wav")).refused("empty.wav is empty")
-    smelt_here("transcribe", model, str(tmp_path / "text.wav")).refused("text.wav cannot be decoded as audio")
-    smelt_here("transcribe", model, str(tmp_path / "none.wav")).refused("none.wav")
+    (tmp_path / "zero.wav").touch()
+    reasons = {
+        "empty.wav": "empty.wav is empty",
+        "zero.wav": "zero.wav is empty",
+        "short.wav": "short.wav has 20.0 milliseconds, and one frame of this model has 40.0",
+        "nan.wav": "nan.wav contains samples that are NaN or infinite",
+        "text.wav": "text.wav cannot be decoded as audio",
+        "none.wav": "none.wav",
+    }
+    for name, reason in reasons.items():
+        smelt_here("transcribe", model, str(tmp_path / name)).refused(reason)
     smelt_here("transcribe", place / "llama", str(folder / "a.wav")).refused("is a model for language")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"file": "nan.wav", "text": "one"}))
+    smelt_here("eval", model, "--data", str(tmp_path / "rows.jsonl")).refused("NaN or infinite")

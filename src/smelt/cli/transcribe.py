@@ -22,14 +22,16 @@ def run(
     from smelt.data import SpeechData
     from smelt.measure.logits import eval_mode
     from smelt.measure.speech import transcribe
-    from smelt.models.load import load
+    from smelt.models.load import load, skeleton
+    from smelt.models.model import Model
 
     data = SpeechData("the recordings", audio, ("",) * len(audio))
     for index in range(len(data)):
-        data.check(index)  # before the model is loaded
+        data.check(index)
+    task = Model(skeleton(model)).task
+    if task != "speech":
+        raise ModelError(f"{model} is a model for {task}, but transcripts need one for speech.")
     loaded = load(model, device=device)
-    if loaded.task != "speech":
-        raise ModelError(f"{model} is a model for {loaded.task}, but transcripts need one for speech.")
     texts: list[str] = []
     with progress_bars() as progress, eval_mode(loaded.network):
         for index in progress.track(range(len(data)), "transcription"):

@@ -51,19 +51,19 @@ class SpeechData:
         return source if isinstance(source, bytes) else read_encoded(source)
 
     def check(self, index: int) -> None:
-        """Raise if a recording cannot be read or is empty, as far as its header tells."""
-        with _opened(self.content(index), self._where(index)):
-            pass
+        """Raise if a recording cannot be decoded, is empty, or contains NaN or infinity."""
+        _decode(self.content(index), self.where(index))
 
     def decode(self, index: int, sampling_rate: int) -> np.ndarray:
         """Return a recording as mono samples in float32, resampled to this rate."""
-        samples, rate = _decode(self.content(index), self._where(index))
+        samples, rate = _decode(self.content(index), self.where(index))
         if rate == sampling_rate:
             return samples
         common = math.gcd(rate, sampling_rate)
         return np.asarray(resample_poly(samples, sampling_rate // common, rate // common), dtype=np.float32)
 
-    def _where(self, index: int) -> str:
+    def where(self, index: int) -> str:
+        """Return how an error names a recording."""
         source = self.sources[index]
         return str(source) if isinstance(source, Path) else f"recording {index + 1} of {self.name}"
 
@@ -126,4 +126,6 @@ def _decode(content: bytes, where: str) -> tuple[np.ndarray, int]:
         rate = int(file.samplerate)
     if not len(samples):
         raise DataError(f"{where} is empty: give a recording with at least one sample.")
+    if not np.isfinite(samples).all():
+        raise DataError(f"{where} contains samples that are NaN or infinite.")
     return samples.mean(axis=1), rate

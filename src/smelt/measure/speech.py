@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from transformers import BatchFeature
@@ -21,6 +23,7 @@ from smelt.progress import NullProgress, Progress
 
 MAX_NEW_TOKENS = 200
 PROMPT_TOKENS = 4  # start, language, task and no timestamps
+_COPY = "copy the files of the model it was made from."
 
 
 def evaluate_speech(
@@ -41,6 +44,8 @@ def evaluate_speech(
     references = [normalize(text).split() for text in data.texts]
     if not any(references):
         raise DataError(f"{data.name} has no words in its transcripts.")
+    for index in range(len(data)):
+        data.check(index)  # before the first transcript
     transcripts: list[str] = []
     with eval_mode(model.network):
         starts = range(0, len(data), batch_size)
@@ -64,15 +69,9 @@ def evaluate_speech(
 @torch.no_grad()
 def transcribe(model: Model, data: SpeechData, indices: range) -> list[str]:
     """Return the greedy transcripts of recordings."""
-    if model.tokenizer is None or model.feature_extractor is None:
-        raise ModelError(
-            f"{model.source or 'this model'} has no tokenizer or no preprocessor_config.json for speech, so it cannot "
-            "transcribe; copy the files of the model it was made from."
-        )
-    extractor = model.feature_extractor
-    samples = [data.decode(index, extractor.sampling_rate) for index in indices]
-    _check_length(extractor, samples)
-    features = extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="pt").to(model.device)
+    if model.tokenizer is None:
+        raise ModelError(f"{_name(model)} has no tokenizer, so it cannot transcribe; {_COPY}")
+    features = spectrograms(model, data, indices).to(model.device)
     features = features.to(model.network.dtype)
     if not model.network.can_generate():
         return _ctc_transcripts(model, features)
@@ -87,11 +86,32 @@ def transcribe(model: Model, data: SpeechData, indices: range) -> list[str]:
     return [str(text) for text in model.tokenizer.batch_decode(ids, skip_special_tokens=True)]
 
 
-def _check_length(extractor: FeatureExtractor, samples: list[np.ndarray]) -> None:
-    """Raise if a recording is longer than the model reads; the extractor would silently drop the rest."""
-    seconds, longest = getattr(extractor, "chunk_length", None), max(map(len, samples)) / extractor.sampling_rate
-    if seconds is not None and longest > seconds:
-        raise DataError(f"a recording has {longest:.0f} seconds, and this model reads {seconds}: split it.")
+def spectrograms(model: Model, data: SpeechData, indices: Sequence[int]) -> BatchFeature:
+    """Return recordings as the features that a network reads."""
+    extractor = model.feature_extractor
+    if extractor is None:
+        raise ModelError(f"{_name(model)} has no preprocessor_config.json that says how it reads audio; {_COPY}")
+    samples = [data.decode(index, extractor.sampling_rate) for index in indices]
+    for index, each in zip(indices, samples, strict=True):
+        _check_length(extractor, len(each), data.where(index))
+    return extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="pt")
+
+
+def _name(model: Model) -> str:
+    return model.source or "this model"
+
+
+def _check_length(extractor: FeatureExtractor, samples: int, where: str) -> None:
+    """Raise if a recording is longer than the model reads, which the extractor would silently drop, or has no frame."""
+    longest, frame = getattr(extractor, "chunk_length", None), getattr(extractor, "win_length", extractor.n_fft)
+    seconds = samples / extractor.sampling_rate
+    if longest is not None and seconds > longest:
+        raise DataError(f"{where} has {seconds:.0f} seconds, and this model reads {longest}: split it.")
+    if samples < frame:
+        raise DataError(
+            f"{where} has {1000 * seconds:.1f} milliseconds, and one frame of this model has "
+            f"{1000 * frame / extractor.sampling_rate:.1f}: give a longer recording."
+        )
 
 
 def _ctc_transcripts(model: Model, features: BatchFeature) -> list[str]:

@@ -35,6 +35,7 @@ from smelt.data.overlap import overlap
 from smelt.errors import DataError, RecipeError
 from smelt.measure.evaluate import Data
 from smelt.measure.policies import check_demonstrations
+from smelt.measure.speech import spectrograms
 from smelt.measure.task import model_labels
 from smelt.models.batch_norm import batch_norms
 from smelt.models.chat_packing import pack_chats
@@ -263,16 +264,13 @@ def _input_shape(model: Model, frames: int) -> tuple[int, ...]:
 def _speech_batches(settings: CalibrationSettings, data: SpeechData, model: Model, seed: int) -> list[Batch]:
     """Draw recordings, as the features that the network reads; a decoder gets their transcripts."""
     assert settings.batch_size is not None
-    if model.feature_extractor is None:
-        raise DataError(f"{model.source or 'this model'} has no preprocessor_config.json that says how it reads audio.")
-    order = np.random.Generator(np.random.PCG64(seed)).permutation(len(data))[: settings.samples]
+    order = np.random.Generator(np.random.PCG64(seed)).permutation(len(data))[: settings.samples].tolist()
     batches = []
     for start in range(0, len(order), settings.batch_size):
-        rate = model.feature_extractor.sampling_rate
-        samples = [data.decode(int(index), rate) for index in order[start : start + settings.batch_size]]
-        batch = dict(model.feature_extractor(samples, sampling_rate=rate, return_tensors="pt"))
+        indices = order[start : start + settings.batch_size]
+        batch = dict(spectrograms(model, data, indices))
         if model.network.config.is_encoder_decoder:
-            batch |= _decoder_inputs(model, [data.texts[index] for index in order[start : start + settings.batch_size]])
+            batch |= _decoder_inputs(model, [data.texts[index] for index in indices])
         batches.append(batch)
     return batches
 
