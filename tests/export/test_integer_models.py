@@ -25,7 +25,8 @@ from smelt.export.onnx_qdq import QdqOnnx
 from smelt.models.inputs import random_inputs
 from smelt.models.model import Model
 from smelt.runtime.integer.builder import GraphBuilder
-from smelt.runtime.integer.encoders import NewBuilder, convert_encoder, observed_modules
+from smelt.runtime.integer.conversion import NewBuilder
+from smelt.runtime.integer.encoders import convert_encoder, observed_modules
 from smelt.runtime.integer.graph import IntegerGraph
 from smelt.runtime.integer.network import IntegerNetwork
 from smelt.runtime.integer.run import Interpreter

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from smelt.compression.calibration.observers import AbsMaxObserver
 from smelt.progress import NullProgress, Progress
-from smelt.runtime.integer.encoders import ActivationRange
+from smelt.runtime.integer.conversion import ActivationRange
 
 
 @torch.no_grad()

@@ -17,8 +17,9 @@ from smelt.errors import RecipeError
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
 from smelt.numerics.gradient import straight_through
+from smelt.runtime.integer.conversion import ActivationRange
 from smelt.runtime.integer.debug import layer_sqnr
-from smelt.runtime.integer.encoders import ActivationRange, check_encoder, convert_encoder, observed_modules
+from smelt.runtime.integer.encoders import check_encoder, convert_encoder, observed_modules
 from smelt.runtime.integer.graph import IntegerGraph
 from smelt.runtime.integer.network import IntegerNetwork
 from smelt.train.trainer.config import OptimizerConfig

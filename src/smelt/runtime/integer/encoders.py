@@ -7,33 +7,24 @@ part of the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from smelt.errors import ConversionError
 from smelt.models.anatomy import Block, Part, anatomy_of
 from smelt.runtime.integer.builder import SCORE_SCALE, GraphBuilder, QTensor
+from smelt.runtime.integer.conversion import DECODERS, ActivationRange, Conversion, NewBuilder, channel_scales
 from smelt.runtime.integer.graph import IntegerGraph
 
-NewBuilder = Callable[[Mapping[str, str]], GraphBuilder]
-NORM_INPUT_MAX = 2**21 - 1
 LOGITS, HIDDEN = "logits", "last_hidden_state"
 
 _GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python")  # forms of one function
 _LEAVES = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Tanh, nn.ReLU, nn.GELU)
-
-
-@dataclass(frozen=True)
-class ActivationRange:
-    """The largest magnitudes of each channel that a module read and wrote on the calibration data."""
-
-    inputs: Tensor
-    outputs: Tensor
 
 
 @dataclass(frozen=True)
@@ -64,7 +55,8 @@ def check_encoder(network: PreTrainedModel) -> None:
     kind = network.config.model_type
     if kind not in _LAYOUTS:
         raise ConversionError(
-            f"there is no integer form of {kind} networks; it exists for {', '.join(sorted(_LAYOUTS))}."
+            f"there is no integer form of {kind} networks; it exists for the encoders {', '.join(sorted(_LAYOUTS))}, "
+            f"and for the decoders {', '.join(DECODERS)}."
         )
     name = type(network).__name__
     if not name.endswith(("ForSequenceClassification", "Model")):
@@ -98,11 +90,11 @@ def convert_encoder(
     return _Conversion(network, ranges, new_builder).convert()
 
 
-class _Conversion:
+class _Conversion(Conversion):
     def __init__(
         self, network: PreTrainedModel, ranges: Mapping[str, ActivationRange], new_builder: NewBuilder
     ) -> None:
-        self.network, self.ranges = network, ranges
+        super().__init__(network, ranges)
         self.layout = _LAYOUTS[network.config.model_type]
         self.anatomy = anatomy_of(network)
         self.base_path = next((path for path, module in network.named_modules() if module is network.base_model), "")
@@ -198,11 +190,11 @@ class _Conversion:
         """Return the normalized values as int8, for matrix products, and as int32, for the residual."""
         module: Any = self.network.get_submodule(path)
         normalized = self.builder.layer_norm(x, module.weight, module.bias, module.eps, path)
-        return self.builder.requantize(normalized, _channel_scales(self._range(path).outputs, path), path), normalized
+        return self.builder.requantize(normalized, channel_scales(self._range(path).outputs, path), path), normalized
 
     def _activate(self, x: QTensor, layer: str, activation: str, reader: str) -> QTensor:
         """Apply an activation and requantize to int8 for the layer that reads it."""
-        scale = _channel_scales(self._range(reader).inputs, reader)
+        scale = channel_scales(self._range(reader).inputs, reader)
         if activation == "relu":
             return self.builder.requantize(x, scale, layer, minimum=0)
         narrow = self.builder.requantize(x, float(self._range(layer).outputs.max()) / 32767, layer, dtype="int16")
@@ -221,49 +213,10 @@ class _Conversion:
                 x = self._activate(x, path, activation, layers[position + 1][0])
         return self.builder.requantize(x, float(x.scale.max()), layers[-1][0], dtype="int32")
 
-    def _linear(self, x: QTensor, path: str) -> QTensor:
-        module: Any = self.network.get_submodule(path)
-        return self.builder.linear(x, module.weight, module.bias, path)
-
-    def _to_norm_input(self, x: QTensor, norm: str, layer: str) -> QTensor:
-        """Requantize one of the terms that are added before a LayerNorm, to their common scale."""
-        scale = _positive(self._range(norm).inputs.max(), norm) / NORM_INPUT_MAX
-        return self.builder.requantize(
-            x, scale, layer, dtype="int32", minimum=-2 * NORM_INPUT_MAX, maximum=2 * NORM_INPUT_MAX
-        )
-
-    def _input_scale(self, path: str) -> float:
-        return _positive(self._range(path).inputs.max(), path) / 127
-
-    def _output_scale(self, path: str) -> float:
-        return _positive(self._range(path).outputs.max(), path) / 127
-
-    def _range(self, path: str) -> ActivationRange:
-        if path not in self.ranges:
-            raise ConversionError(f"{path}: it was not reached by the calibration data.")
-        return self.ranges[path]
-
     def _base(self, path: str) -> str:
         return f"{self.base_path}.{path}".lstrip(".")
-
-
-def _channel_scales(amax: Tensor, layer: str) -> Tensor:
-    """Return the int8 scale of each channel, which the weights that read it absorb.
-
-    Outlier channels of LayerNorm and GELU would otherwise cost all channels their resolution. A scale is at least a
-    tenth of the largest one: a channel that was hardly active on the calibration data may be active on other data.
-    """
-    largest = _positive(amax.max(), layer)
-    return amax.double().cpu().clamp(min=largest / 10) / 127
 
 
 def _activation(network: PreTrainedModel) -> str:
     config = network.config
     return str(getattr(config, "hidden_act", None) or getattr(config, "activation", ""))
-
-
-def _positive(amax: Tensor, layer: str) -> float:
-    value = float(amax)
-    if not 0 < value < float("inf"):
-        raise ConversionError(f"{layer}: the largest activation on the calibration data is {value}; check the data.")
-    return value
