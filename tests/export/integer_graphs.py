@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from smelt.numerics.nn_lut import default_table
-from smelt.runtime.integer.constants import gelu_constants, norm_constants, softmax_constants, tanh_constants
+from smelt.runtime.integer.constants import (
+    exp_constants,
+    gelu_constants,
+    norm_constants,
+    softmax_constants,
+    tanh_constants,
+)
 from smelt.runtime.integer.dyadic import dyadic_tensors
 from smelt.runtime.integer.graph import IntegerGraph, Node
 from smelt.runtime.integer.ops import OPERATORS
@@ -61,6 +67,7 @@ def all_operators(seed: int = 0) -> tuple[IntegerGraph, dict[str, Tensor]]:
     build = GraphOfOperators(seed)
     _linear_operators(build)
     _moves(build)
+    _decoder_operators(build)
     for build.scale in SCALES:
         _elementwise_operators(build)
         _row_operators(build)
@@ -95,6 +102,22 @@ def _linear_operators(build: GraphOfOperators) -> None:
         build.node("relative_bias", scores, constants={"table": build.integers(3, 15, dtype=torch.int32)})
 
 
+def _decoder_operators(build: GraphOfOperators) -> None:
+    heads = build.input(build.integers(2, 3, 4, 10, low=-(2**15), high=2**15, dtype=torch.int16))
+    angles = [build.input(build.integers(2, 3, 5, low=-(2**14), high=2**14, dtype=torch.int16)) for _ in range(2)]
+    build.node("rope", heads, *angles, dtype="int32")
+    mask = build.input(build.integers(2, 7, low=0, high=2, dtype=torch.int32))
+    for queries, repeats in ((7, 1), (2, 3)):
+        ids = build.input(build.integers(2, queries, dtype=torch.int32))
+        build.node("causal_mask", mask, ids, dtype="int8", repeats=repeats)
+    for axis, shape in ((2, (2, 3, 1, 4)), (-1, (2, 3, 5, 2))):
+        new = build.input(build.integers(*shape))
+        build.node("concat", build.input(build.integers(2, 3, 5, 4)), new, dtype="int8", axis=axis)
+    wide = build.integers(2, 3, 4, 5, low=-(2**15), high=2**15, dtype=torch.int16)
+    build.node("matmul", build.input(wide), build.input(build.integers(2, 3, 5, 7)), dtype="int32")
+    build.node("multiply", build.input(wide), build.input(wide[0, :, :, :1]), dtype="int32")
+
+
 def _elementwise_operators(build: GraphOfOperators) -> None:
     x = build.activations(3, 4, 5)
     limits = {"int8": (-128, 127), "uint8": (0, 255), "int16": (-(2**15), 2**15 - 1), "int32": (-(2**31), 2**31 - 1)}
@@ -115,6 +138,7 @@ def _elementwise_operators(build: GraphOfOperators) -> None:
     limit = int(build.inputs[x].abs().max())
     build.node("gelu", x, **gelu_constants(build.scale, limit, "layer", maximum=2**62)[0])
     tanh_scale = min(build.scale, 0.3)
+    build.node("silu", build.activations(40, scale=tanh_scale), bits=15, **exp_constants(tanh_scale, 20, "layer"))
     build.node("tanh", build.activations(40, scale=tanh_scale), dtype="int8", **tanh_constants(tanh_scale, "layer")[0])
     constants, _ = table_constants(default_table("silu"), build.scale, "layer", limit)
     build.node("table", x, dtype="int32", constants=constants)

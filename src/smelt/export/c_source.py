@@ -23,6 +23,7 @@ from torch import Tensor
 from smelt.errors import FormatError
 from smelt.export.arena import Arena, plan_arena
 from smelt.export.attributes import integer, integers
+from smelt.export.c_decoder_kernels import DECODER_KERNELS
 from smelt.export.c_kernels import HELPERS, KERNELS
 from smelt.runtime.integer.graph import DTYPES, IntegerGraph, Node, dtype_name
 from smelt.runtime.integer.run import Interpreter
@@ -30,6 +31,7 @@ from smelt.runtime.integer.table_ops import RECIPROCAL_INPUT_BITS, RESULT_BITS, 
 
 MEMBERS = {"int8": "i8", "uint8": "u8", "int16": "i16", "int32": "i32", "int64": "i64"}
 RANK = 6  # axes that broadcasting and permutations support
+_KERNELS = {**KERNELS, **DECODER_KERNELS}
 _VALUES_PER_FILE = 2**22  # compilers need about 160 bytes of memory for each
 _STRUCTURES = """\
 typedef struct {
@@ -185,7 +187,7 @@ class _Writer:
         dtypes = {"X": self.dtypes[node.inputs[0]], "Y": node.dtype}
         if len(node.inputs) > 1:
             dtypes["Z"] = self.dtypes[node.inputs[1]]
-        template = Template(KERNELS[kernel]).safe_substitute(fields)
+        template = Template(_KERNELS[kernel]).safe_substitute(fields)
         used = [dtype for key, dtype in dtypes.items() if f"${key}_type" in template]
         name = "_".join(("model", kernel, *([suffix] if suffix else []), *(MEMBERS[dtype] for dtype in used)))
         if name not in self.functions:
@@ -291,12 +293,13 @@ def _requantize(writer: _Writer, node: Node) -> str:
     return f"{name}({writer.place(x)}, {writer.place(node.output)}, {multiplier}, {shift}, {sizes}, {limits});"
 
 
-def _add(writer: _Writer, node: Node) -> str:
+def _binary(writer: _Writer, node: Node) -> str:
+    """Write an operator on pairs of elements, whose shapes are broadcast."""
     a, b = node.inputs
     shape = writer.shapes[node.output]
     (full, a_strides), (_, b_strides) = (writer.broadcast(name, shape, node) for name in (a, b))
     places = f"{writer.place(a)}, {writer.place(b)}, {writer.place(node.output)}, {writer.count(node.output)}"
-    return f"{writer.function('add', node)}({places}, {full}, {a_strides}, {b_strides});"
+    return f"{writer.function(node.op, node)}({places}, {full}, {a_strides}, {b_strides});"
 
 
 def _elementwise(*attributes: str) -> Callable[[_Writer, Node], str]:
@@ -395,6 +398,32 @@ def _relative_bias(writer: _Writer, node: Node) -> str:
     return f"{name}({writer.place(x)}, {writer.place(node.output)}, {writer.constant(node, 'table', dtype)}, {sizes});"
 
 
+def _causal_mask(writer: _Writer, node: Node) -> str:
+    mask, ids = node.inputs
+    (batch, keys), queries = writer.shapes[mask], writer.shapes[ids][1]
+    sizes = f"{batch}, {integer(node, 'repeats')}, {queries}, {keys}"
+    return f"{writer.function('causal_mask', node)}({writer.place(mask)}, {writer.place(node.output)}, {sizes});"
+
+
+def _rope(writer: _Writer, node: Node) -> str:
+    batch, tokens, heads, width = writer.shapes[node.inputs[0]]
+    places = ", ".join(writer.place(name) for name in (*node.inputs, node.output))
+    return f"{writer.function('rope', node)}({places}, {batch * tokens}, {heads}, {width // 2});"
+
+
+def _silu(writer: _Writer, node: Node) -> str:
+    name = writer.function("silu", node)
+    return f"{name}({_in_out(writer, node)}, {integer(node, 'bits')}, {writer.exp(node)});"
+
+
+def _concat(writer: _Writer, node: Node) -> str:
+    a, b = node.inputs
+    axis = integer(node, "axis") % len(writer.shapes[a])
+    inner = ", ".join(str(math.prod(writer.shapes[name][axis:])) for name in (a, b))
+    places = f"{writer.place(a)}, {writer.place(b)}, {writer.place(node.output)}"
+    return f"{writer.function('concat', node)}({places}, {math.prod(writer.shapes[a][:axis])}, {inner});"
+
+
 def _copy(writer: _Writer, node: Node) -> str:
     """Write permute, slice, and a reshape that changes the dtype, as a copy by strides."""
     (x,) = node.inputs
@@ -417,11 +446,13 @@ def _copy(writer: _Writer, node: Node) -> str:
 
 _CALLS: dict[str, Callable[[_Writer, Node], str]] = {
     "linear": _linear, "matmul": _matmul, "conv1d": _convolution, "conv2d": _convolution, "embedding": _embedding,
-    "requantize": _requantize, "add": _add, "gelu": _elementwise("q_b", "q_c", "q_one", "shift"), "tanh": _tanh,
+    "requantize": _requantize, "add": _binary, "multiply": _binary,
+    "gelu": _elementwise("q_b", "q_c", "q_one", "shift"), "tanh": _tanh,
     "table": _table, "sqrt": _elementwise(), "softmax": _softmax, "softmax_table": _softmax, "layer_norm": _norm,
     "rms_norm": _norm, "layer_norm_table": _norm, "rms_norm_table": _norm, "mean": _along_axis, "argmax": _along_axis,
     "masked_mean": _masked_mean, "avg_pool": _pool, "max_pool": _pool, "positions": _positions,
-    "relative_bias": _relative_bias, "reshape": _copy, "permute": _copy, "slice": _copy,
+    "relative_bias": _relative_bias, "causal_mask": _causal_mask, "rope": _rope, "silu": _silu, "concat": _concat,
+    "reshape": _copy, "permute": _copy, "slice": _copy,
 }  # fmt: skip
 
 

@@ -204,12 +204,13 @@ def _with_bias(graph: IntegerOnnx, product: str, node: Node, shape: list[int]) -
 
 
 def _matmul(graph: IntegerOnnx, node: Node) -> str:
-    a, a_zero = graph.unsigned(node.inputs[0])
-    b, b_zero = graph.unsigned(node.inputs[1])
+    """Multiply 8-bit values by MatMulInteger and wider ones as int64."""
+    narrow = all(graph.dtypes[name] in ("int8", "uint8") for name in node.inputs)
+    (a, *a_zero), (b, *b_zero) = (graph.unsigned(name) if narrow else (graph.long(name),) for name in node.inputs)
     if node.attributes.get("transpose_b", 0):
         rank = graph.ranks[node.inputs[1]]
         b = graph.writer.op("Transpose", b, perm=[*range(rank - 2), rank - 1, rank - 2])
-    return graph.writer.op("MatMulInteger", a, b, a_zero, b_zero)
+    return graph.writer.op("MatMulInteger" if narrow else "MatMul", a, b, *a_zero, *b_zero)
 
 
 def _convolution(graph: IntegerOnnx, node: Node) -> str:
@@ -278,6 +279,50 @@ def _gelu(graph: IntegerOnnx, node: Node) -> str:
     erf = writer.subtract(integer(node, "q_c"), writer.multiply(distance, distance))
     erf = writer.shift_right(writer.multiply(writer.op("Sign", x), erf), integer(node, "shift"))
     return writer.multiply(x, writer.add(erf, integer(node, "q_one")))
+
+
+def _multiply(graph: IntegerOnnx, node: Node) -> str:
+    return graph.writer.multiply(graph.long(node.inputs[0]), graph.long(node.inputs[1]))
+
+
+def _silu(graph: IntegerOnnx, node: Node) -> str:
+    writer, x = graph.writer, graph.long(node.inputs[0])
+    exp = graph.exp(writer.op("Neg", writer.op("Abs", x)), node)
+    one = graph.exp(writer.constant(0), node)
+    numerator = writer.select(writer.op("Less", x, writer.constant(0)), exp, one)
+    sigmoid = writer.divide(writer.multiply(numerator, 1 << integer(node, "bits")), writer.add(exp, one))
+    return writer.multiply(x, sigmoid)
+
+
+def _rope(graph: IntegerOnnx, node: Node) -> str:
+    writer = graph.writer
+    x, cos, sin = (graph.long(name) for name in node.inputs)
+    cos, sin = (writer.op("Unsqueeze", part, writer.constant([2])) for part in (cos, sin))
+    half = writer.op("Unsqueeze", writer.axis_length(cos, -1), writer.constant([0]))
+    axis = writer.constant([-1])
+    first = writer.op("Slice", x, writer.constant([0]), half, axis)
+    second = writer.op("Slice", x, half, writer.constant([2**62]), axis)
+    rotated = (
+        writer.op("Sub", writer.multiply(first, cos), writer.multiply(second, sin)),
+        writer.add(writer.multiply(second, cos), writer.multiply(first, sin)),
+    )
+    return writer.op("Concat", *rotated, axis=-1)
+
+
+def _causal_mask(graph: IntegerOnnx, node: Node) -> str:
+    writer, mask = graph.writer, graph.long(node.inputs[0])
+    keys, queries = writer.axis_length(mask, -1), writer.axis_length(node.inputs[1], -1)
+    columns, rows = (writer.op("Range", writer.constant(0), length, writer.constant(1)) for length in (keys, queries))
+    last_key = writer.op("Unsqueeze", writer.add(rows, writer.subtract(keys, queries)), writer.constant([1]))
+    visible = writer.op("LessOrEqual", columns, last_key)
+    shown = writer.op("Unsqueeze", writer.op("Not", writer.op("Equal", mask, writer.constant(0))), writer.constant([1]))
+    both = writer.cast(writer.op("And", visible, shown), "int64")
+    tiled = writer.op("Tile", both, writer.constant([1, integer(node, "repeats"), 1]))
+    return writer.op("Unsqueeze", tiled, writer.constant([1]))
+
+
+def _concat(graph: IntegerOnnx, node: Node) -> str:
+    return graph.writer.op("Concat", *node.inputs, axis=integer(node, "axis"))
 
 
 def _tanh(graph: IntegerOnnx, node: Node) -> str:
@@ -418,5 +463,6 @@ _OPERATORS: dict[str, Callable[[IntegerOnnx, Node], str]] = {
     "tanh": _tanh, "table": _table, "sqrt": _sqrt, "softmax": _softmax, "softmax_table": _softmax_table,
     "layer_norm": _norm, "rms_norm": _norm, "layer_norm_table": _norm, "rms_norm_table": _norm, "mean": _mean,
     "masked_mean": _masked_mean, "avg_pool": _pool, "max_pool": _pool, "argmax": _argmax, "reshape": _reshape,
-    "permute": _permute, "slice": _slice,
+    "permute": _permute, "slice": _slice, "concat": _concat, "causal_mask": _causal_mask, "rope": _rope,
+    "multiply": _multiply, "silu": _silu,
 }  # fmt: skip

@@ -12,6 +12,7 @@ from smelt.runtime.integer.constants import (
     exp_constants,
     gelu_constants,
     norm_constants,
+    silu_constants,
     softmax_constants,
     tanh_constants,
 )
@@ -260,3 +261,77 @@ def test_pooling_argmax_and_masked_mean() -> None:
     assert ops.mean(x, axis=-1).flatten().tolist() == [6, 22, 38, 54]
     rows = torch.tensor([[[3, -3], [4, -4], [100, 100]]])
     assert ops.masked_mean(rows, torch.tensor([[1, 1, 0]])).tolist() == [[4, -3]]  # 3.5 and -3.5, half up
+
+
+@pytest.mark.parametrize("scale", SCALES[2:])
+def test_silu_error_at_every_scale(scale: float) -> None:
+    x = points(min(10, 32767 * scale), scale)
+    constants, output_scale = silu_constants(scale, int(x.max()), "layer")
+    error = (ops.silu(x, **constants) * output_scale - F.silu(x.double() * scale)).abs()
+    assert error.max() < (8.5e-4 if scale < 1e-2 else 2.1e-3)
+
+
+def test_silu_is_exact_integer_arithmetic() -> None:
+    scale = 3.7e-4
+    constants, _ = silu_constants(scale, 32767, "layer")
+    c = {name: constants[name] for name in ("q_ln2", "q_b", "q_c", "max_halvings", "lift", "drop")}
+    x = torch.randint(-32767, 32768, (300,), generator=torch.Generator().manual_seed(0))
+    for value, result in zip(x.tolist(), ops.silu(x, **constants).tolist(), strict=True):
+        exp, one = (python_exp(-abs(value), **c), python_exp(0, **c))
+        assert result == value * ((exp if value < 0 else one) * 2 ** constants["bits"] // (one + exp))
+        assert abs(result) < 2**31
+
+
+def python_exp(x: int, q_ln2: int, q_b: int, q_c: int, max_halvings: int, lift: int, drop: int) -> int:
+    """i-exp in Python's integers, which have no width."""
+    x = max(x, -max_halvings * q_ln2)
+    halvings = -x // q_ln2
+    rest = x + halvings * q_ln2
+    return ((rest * (rest + q_b) + q_c) << lift) >> (drop + halvings)
+
+
+def test_silu_refuses_inputs_that_overflow() -> None:
+    with pytest.raises(ConversionError, match=r"mlp: SiLU of inputs up to 16777216 overflows int32"):
+        silu_constants(1e-3, 2**24, "mlp")
+
+
+def test_rope_rotates_and_is_exact() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-32767, 32768, (2, 5, 3, 8), generator=generator, dtype=torch.int16)
+    angles = torch.rand(2, 5, 4, generator=generator, dtype=torch.float64) * 100
+    cos, sin = ((part * 2**14).round().to(torch.int16) for part in (angles.cos(), angles.sin()))
+    result = ops.rope(x, cos, sin)
+    assert int(result.abs().max()) < 2**31
+    for batch, token, head, i in torch.cartesian_prod(*map(torch.arange, (2, 5, 3, 4))).tolist():
+        a, b = int(x[batch, token, head, i]), int(x[batch, token, head, i + 4])
+        c, s = int(cos[batch, token, i]), int(sin[batch, token, i])
+        assert result[batch, token, head, [i, i + 4]].tolist() == [a * c - b * s, b * c + a * s]
+    complex_x = (
+        torch.complex(x[..., :4].double(), x[..., 4:].double())
+        * torch.polar(torch.ones_like(angles), angles)[:, :, None]
+    )
+    error = result / 2**14 - torch.cat((complex_x.real, complex_x.imag), -1)
+    assert error.abs().max() <= 2 * 32767 * 2**-15  # each table entry is rounded by at most half a unit
+
+
+def test_causal_mask_shows_earlier_tokens_that_are_no_padding() -> None:
+    mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 0, 1, 1]])
+    ids = torch.zeros(2, 2, dtype=torch.int32)  # the last two of five keys
+    visible = ops.causal_mask(mask, ids, repeats=2)
+    assert visible[:, 0, :2].tolist() == [[[0, 1, 1, 1, 0], [0, 1, 1, 1, 1]], [[1, 1, 0, 1, 0], [1, 1, 0, 1, 1]]]
+    assert torch.equal(visible[:, 0, 2:], visible[:, 0, :2])
+
+
+def test_multiply_and_concat() -> None:
+    a, b = torch.tensor([[32767, -32767]], dtype=torch.int16), torch.tensor([[32767], [2]], dtype=torch.int16)
+    assert ops.multiply(a, b).tolist() == [[32767**2, -(32767**2)], [65534, -65534]]
+    assert ops.concat(a, a, axis=0).tolist() == [[32767, -32767]] * 2
+    assert ops.concat(a[:, :0], a, axis=1).tolist() == [[32767, -32767]]
+
+
+def test_softmax_with_sixteen_bits_keeps_small_probabilities() -> None:
+    """A thousand equal scores: 8 bits round each probability to zero."""
+    constants, scale = softmax_constants(0.7 / 1024, 1024, "layer", 32767)
+    x = torch.zeros(1, 1000, dtype=torch.int32)
+    assert float((ops.softmax(x, **constants) * scale).sum()) == pytest.approx(1.0, abs=0.02)
+    assert int(ops.softmax(torch.tensor([[0, -(2**20)]]), **constants)[0, 0]) == 32767

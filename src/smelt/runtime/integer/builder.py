@@ -19,6 +19,7 @@ from smelt.runtime.integer.constants import (
     INT32_MAX,
     gelu_constants,
     norm_constants,
+    silu_constants,
     softmax_constants,
     tanh_constants,
 )
@@ -72,6 +73,12 @@ class GraphBuilder:
         self.graph.nodes.append(Node(op, names, name, dtype, dict(attributes or {}), dict(constants or {}), layer))
         result = QTensor(name, _scale(scale), bound)
         self.graph.scales[name] = float(result.scale) if result.scale.numel() == 1 else result.scale.tolist()
+        return result
+
+    def rescale(self, x: QTensor, scale: Tensor | float) -> QTensor:
+        """Return the same integers with another scale, for which a factor elsewhere must account."""
+        result = replace(x, scale=_scale(scale))
+        self.graph.scales[x.name] = float(result.scale) if result.scale.numel() == 1 else result.scale.tolist()
         return result
 
     def finish(self, outputs: Mapping[str, QTensor]) -> IntegerGraph:
@@ -144,11 +151,27 @@ class GraphBuilder:
             raise ValueError(f"{a.name} and {b.name} have different scales")
         return self.node("add", [a, b], layer, dtype="int32", scale=a.scale, bound=a.bound + b.bound)
 
+    def multiply(self, a: QTensor, b: QTensor, layer: str) -> QTensor:
+        """Multiply two tensors element by element."""
+        scale = a.per_tensor_scale * b.per_tensor_scale
+        return self.node("multiply", [a, b], layer, dtype="int32", scale=scale, bound=a.bound * b.bound)
+
+    def rope(self, x: QTensor, cos: QTensor, sin: QTensor, layer: str) -> QTensor:
+        """Rotate the halves of the heads of x by angles whose cosines and sines are given."""
+        scale, bound = x.per_tensor_scale * cos.per_tensor_scale, x.bound * (cos.bound + sin.bound)
+        return self.node("rope", [x, cos, sin], layer, dtype="int32", scale=scale, bound=bound)
+
     def gelu(self, x: QTensor, layer: str) -> QTensor:
         """Apply i-GELU."""
         attributes, scale = gelu_constants(x.per_tensor_scale, x.bound, layer)
         bound = x.bound * (2 * attributes["q_one"] + 1)
         return self.node("gelu", [x], layer, dtype="int32", scale=scale, bound=bound, attributes={**attributes})
+
+    def silu(self, x: QTensor, layer: str) -> QTensor:
+        """Apply i-SiLU."""
+        attributes, scale = silu_constants(x.per_tensor_scale, x.bound, layer)
+        bound = x.bound << attributes["bits"]
+        return self.node("silu", [x], layer, dtype="int32", scale=scale, bound=bound, attributes={**attributes})
 
     def tanh(self, x: QTensor, layer: str) -> QTensor:
         """Apply tanh, with int8 results."""
@@ -157,11 +180,12 @@ class GraphBuilder:
 
     # --- Operators along the last axis. ---
 
-    def softmax(self, x: QTensor, mask: QTensor | None, length: int, layer: str) -> QTensor:
-        """Apply i-softmax to rows of at most `length`, with int8 probabilities."""
-        attributes, scale = softmax_constants(x.per_tensor_scale, length, layer)
+    def softmax(self, x: QTensor, mask: QTensor | None, length: int, layer: str, dtype: str = "int8") -> QTensor:
+        """Apply i-softmax to rows of at most `length`; the probability 1 is the largest integer of the dtype."""
+        levels = torch.iinfo(DTYPES[dtype]).max
+        attributes, scale = softmax_constants(x.per_tensor_scale, length, layer, levels)
         inputs = [x] if mask is None else [x, mask]
-        return self.node("softmax", inputs, layer, dtype="int8", scale=scale, bound=127, attributes={**attributes})
+        return self.node("softmax", inputs, layer, dtype=dtype, scale=scale, bound=levels, attributes={**attributes})
 
     def layer_norm(self, x: QTensor, weight: Tensor, bias: Tensor, epsilon: float, layer: str) -> QTensor:
         """Apply i-LayerNorm."""
@@ -173,7 +197,23 @@ class GraphBuilder:
             attributes={**attributes}, constants=constants,
         )  # fmt: skip
 
+    def rms_norm(self, x: QTensor, weight: Tensor, epsilon: float, layer: str) -> QTensor:
+        """Apply i-RMSNorm."""
+        attributes, constants, scale = norm_constants(
+            x.per_tensor_scale, x.bound, _finite(weight, layer), None, epsilon, layer
+        )
+        return self.node(
+            "rms_norm", [x], layer, dtype="int32", scale=scale, bound=INT32_MAX,
+            attributes={**attributes}, constants=constants,
+        )  # fmt: skip
+
     # --- Operators that move values. ---
+
+    def concat(self, a: QTensor, b: QTensor, axis: int, layer: str, dtype: str = "int8") -> QTensor:
+        if not torch.equal(a.scale, b.scale):
+            raise ValueError(f"{a.name} and {b.name} have different scales")
+        bound = max(a.bound, b.bound)
+        return self.node("concat", [a, b], layer, dtype=dtype, scale=a.scale, bound=bound, attributes={"axis": axis})
 
     def reshape(self, x: QTensor, shape: Sequence[int], layer: str, dtype: str = "int8") -> QTensor:
         return self._move("reshape", x, layer, dtype, {"shape": list(shape)})

@@ -75,6 +75,20 @@ def tanh_constants(scale: float, layer: str, levels: int = 127) -> tuple[dict[st
     return {"levels": levels, **exp_constants(2 * scale, 20, layer)}, 1 / levels
 
 
+def silu_constants(scale: float, limit: int, layer: str) -> tuple[dict[str, int], float]:
+    """Return the constants of i-SiLU for inputs up to `limit`, and the output's scale.
+
+    The sigmoid has as many bits (15 at most) as an int32 product with the input permits. For |x| up to 10 the largest
+    error is 8.5e-4 at scales below 0.01, and 2.1e-3 at 0.01.
+    """
+    bits = min(15, 31 - limit.bit_length())
+    if bits < 8:
+        raise ConversionError(
+            f"{layer}: SiLU of inputs up to {limit} overflows int32; requantize them to 16 bits first."
+        )
+    return {"bits": bits, **exp_constants(scale, 20, layer)}, scale / 2**bits
+
+
 def norm_constants(
     scale: float, limit: int, weight: Tensor, bias: Tensor | None, epsilon: float, layer: str
 ) -> tuple[dict[str, int], dict[str, Tensor], float]:

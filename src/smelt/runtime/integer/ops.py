@@ -70,6 +70,18 @@ def relative_bias(x: Tensor, *, table: Tensor) -> Tensor:
     return x.to(torch.int64) + table[:, distances + table.shape[1] // 2].to(torch.int64)
 
 
+def causal_mask(mask: Tensor, ids: Tensor, *, repeats: int) -> Tensor:
+    """Return where a token attends: 1 at visible keys up to its own, else 0. [batch, 1, repeats * queries, keys]
+
+    `mask` [batch, keys] is zero at padding, and the tokens `ids` [batch, queries] are the last of the keys. The rows
+    repeat, as queries do that share a key in grouped-query attention.
+    """
+    queries, keys = ids.shape[1], mask.shape[1]
+    last_key = torch.arange(queries, device=mask.device)[:, None] + (keys - queries)
+    visible = (torch.arange(keys, device=mask.device) <= last_key) & (mask != 0)[:, None]
+    return visible.to(torch.int8).repeat(1, repeats, 1).unsqueeze(1)
+
+
 # --- Elementwise operators. ---
 
 
@@ -87,6 +99,26 @@ def requantize(x: Tensor, *, multiplier: Tensor, shift: Tensor, minimum: int, ma
 def add(a: Tensor, b: Tensor) -> Tensor:
     """Add two tensors of the same scale; shapes are broadcast."""
     return a.to(torch.int64) + b.to(torch.int64)
+
+
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply element by element; shapes are broadcast."""
+    return a.to(torch.int64) * b.to(torch.int64)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [batch, tokens, heads, head_dim]: its first and second half by angles [batch, tokens, head_dim / 2]."""
+    first, second = x.to(torch.int64).chunk(2, -1)
+    cos, sin = (part.to(torch.int64).unsqueeze(2) for part in (cos, sin))
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def silu(x: Tensor, *, bits: int, **exp_constants: int) -> Tensor:
+    """i-SiLU: `x * sigmoid(x)`, the sigmoid in units of `2**-bits`: 1 / (1 + e) or e / (1 + e) with e = i-exp(-|x|)."""
+    x = x.to(torch.int64)
+    exp = _exp(-x.abs(), **exp_constants)
+    one = _exp(torch.zeros_like(x), **exp_constants)
+    return x * ((torch.where(x < 0, exp, one) << bits) // (one + exp))
 
 
 def gelu(x: Tensor, *, q_b: int, q_c: int, q_one: int, shift: int) -> Tensor:
@@ -212,14 +244,20 @@ def slice_(x: Tensor, *, axis: int, start: int, stop: int) -> Tensor:
     return x.narrow(axis, start, stop - start)
 
 
+def concat(a: Tensor, b: Tensor, *, axis: int) -> Tensor:
+    """Concatenate two tensors along an axis."""
+    return torch.cat((a, b), axis)
+
+
 OPERATORS: dict[str, Callable[..., Tensor]] = {
     "linear": linear, "matmul": matmul, "conv1d": conv1d, "conv2d": conv2d, "embedding": embedding,
-    "positions": positions, "relative_bias": relative_bias,
-    "requantize": requantize, "add": add, "gelu": gelu, "tanh": tanh, "table": table,
+    "positions": positions, "relative_bias": relative_bias, "causal_mask": causal_mask,
+    "requantize": requantize, "add": add, "multiply": multiply, "rope": rope,
+    "gelu": gelu, "silu": silu, "tanh": tanh, "table": table,
     "softmax": softmax, "layer_norm": layer_norm, "rms_norm": rms_norm, "sqrt": sqrt,
     "softmax_table": softmax_table, "layer_norm_table": layer_norm_table, "rms_norm_table": rms_norm_table,
     "mean": mean, "masked_mean": masked_mean, "avg_pool": avg_pool, "max_pool": max_pool, "argmax": argmax,
-    "reshape": reshape, "permute": permute, "slice": slice_,
+    "reshape": reshape, "permute": permute, "slice": slice_, "concat": concat,
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from smelt.numerics.nn_lut import default_table
 from smelt.numerics.piecewise_linear import PiecewiseLinear
 from smelt.runtime.integer.builder import INT32_MAX, GraphBuilder, QTensor
+from smelt.runtime.integer.graph import DTYPES
 from smelt.runtime.integer.table_constants import norm_table_constants, softmax_table_constants, table_constants
 
 
@@ -25,14 +26,20 @@ class TableBuilder(GraphBuilder):
     def gelu(self, x: QTensor, layer: str) -> QTensor:
         return self._table(x, self.tables.get(layer) or default_table("gelu", self.entries), layer)
 
+    def silu(self, x: QTensor, layer: str) -> QTensor:
+        return self._table(x, default_table("silu", self.entries), layer)
+
     def tanh(self, x: QTensor, layer: str) -> QTensor:
         return self.requantize(self._table(x, default_table("tanh", self.entries), layer), 1 / 127, layer)
 
-    def softmax(self, x: QTensor, mask: QTensor | None, length: int, layer: str) -> QTensor:
-        attributes, constants, scale = softmax_table_constants(x.per_tensor_scale, length, layer, entries=self.entries)
+    def softmax(self, x: QTensor, mask: QTensor | None, length: int, layer: str, dtype: str = "int8") -> QTensor:
+        levels = torch.iinfo(DTYPES[dtype]).max
+        attributes, constants, scale = softmax_table_constants(
+            x.per_tensor_scale, length, layer, levels, entries=self.entries
+        )
         inputs = [x] if mask is None else [x, mask]
         return self.node(
-            "softmax_table", inputs, layer, dtype="int8", scale=scale, bound=127, attributes={**attributes},
+            "softmax_table", inputs, layer, dtype=dtype, scale=scale, bound=levels, attributes={**attributes},
             constants=constants,
         )  # fmt: skip
 
@@ -42,6 +49,15 @@ class TableBuilder(GraphBuilder):
         )
         return self.node(
             "layer_norm_table", [x], layer, dtype="int32", scale=scale, bound=INT32_MAX, attributes={**attributes},
+            constants=constants,
+        )  # fmt: skip
+
+    def rms_norm(self, x: QTensor, weight: Tensor, epsilon: float, layer: str) -> QTensor:
+        attributes, constants, scale = norm_table_constants(
+            x.per_tensor_scale, x.bound, weight, None, epsilon, layer, self.entries
+        )
+        return self.node(
+            "rms_norm_table", [x], layer, dtype="int32", scale=scale, bound=INT32_MAX, attributes={**attributes},
             constants=constants,
         )  # fmt: skip
 

@@ -31,8 +31,9 @@ def softmax_table_constants(
     scale: float, length: int, layer: str, levels: int = 127, *, exp: PiecewiseLinear | None = None, entries: int = 16
 ) -> tuple[dict[str, int], dict[str, Tensor], float]:
     """Return attributes, constants and output scale of `softmax_table` over rows of up to `length`."""
-    exp_bits = min(20, 30 - length.bit_length())
-    if exp_bits < 8 or levels.bit_length() + exp_bits + RESULT_BITS + 1 > 62:
+    # The sum of a row fits into int32, and exp times levels times a reciprocal into int64.
+    exp_bits = min(20, 30 - length.bit_length(), 61 - RESULT_BITS - levels.bit_length())
+    if exp_bits < 8:
         raise ConversionError(
             f"{layer}: a softmax over {length} positions with {levels} levels overflows its integers; "
             "shorten the sequences."
