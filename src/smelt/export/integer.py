@@ -23,6 +23,7 @@ from smelt.export.onnx_qdq import QdqOnnx
 from smelt.models.artifact import write_json
 from smelt.models.model import Model
 from smelt.models.verify import probe
+from smelt.runtime.integer.decoder_network import IntegerDecoder
 from smelt.runtime.integer.graph import DTYPES, IntegerGraph
 from smelt.runtime.integer.run import Interpreter
 
@@ -131,6 +132,10 @@ def integer_graph(model: Model, to: str) -> IntegerGraph:
         raise FormatError(
             f"an export to {to} needs an integer-only model; "
             "compress the model with `smelt compress --method integer-only` first."
+        )
+    if isinstance(model.network, IntegerDecoder):
+        raise FormatError(
+            f"an export to {to} has no form of an integer-only decoder yet, whose KV cache grows; run it with Smelt."
         )
     return graph
 

@@ -51,6 +51,9 @@ def logit_rows(
         ).logits
         return logits
 
+    if head is None:  # inside a program
+        logits = run()[keep]
+        return lambda part: logits[part].float()
     handle = head.register_forward_pre_hook(keep_last_position)
     try:
         last = run()  # [batch, 1, vocabulary]

@@ -78,6 +78,7 @@ def load_artifact(folder: Path, *, dtype: torch.dtype | None = None, device: str
     content = read_object(folder / "smelt.json")
     if "program" in content:
         network = load_program_network(content["program"], folder, shaped_network(folder, content)).to(device)
+        _load_generation_config(network, folder)
         return _loaded_model(network, folder, content)
     headers = read_headers(folder)
     outline = shaped_network(folder, content)
@@ -106,10 +107,14 @@ def load_artifact(folder: Path, *, dtype: torch.dtype | None = None, device: str
     for layer in quantized_layers(network).values():
         if isinstance(layer, QuantizedEmbedding):
             layer.dtype = network.config.dtype
+    _load_generation_config(network, folder)
+    return _loaded_model(network, folder, content)
+
+
+def _load_generation_config(network: PreTrainedModel, folder: Path) -> None:
     generation = read_generation_config(folder)
     if generation is not None and network.can_generate():
         network.generation_config = generation
-    return _loaded_model(network, folder, content)
 
 
 def has_program(folder: Path) -> bool:

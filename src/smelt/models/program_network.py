@@ -17,7 +17,10 @@ from transformers import PreTrainedModel
 from smelt.errors import ModelError
 
 # The layer that runs programs is above this one, so that a program is found by name, like an entry point.
-_PROGRAMS = {"integer": ("smelt.runtime.integer.network", "IntegerNetwork")}
+_PROGRAMS = {
+    "integer": ("smelt.runtime.integer.network", "IntegerNetwork"),
+    "integer-decoder": ("smelt.runtime.integer.decoder_network", "IntegerDecoder"),
+}
 
 
 class ProgramNetwork(PreTrainedModel):
@@ -30,6 +33,7 @@ class ProgramNetwork(PreTrainedModel):
     def __init__(self, outline: PreTrainedModel) -> None:
         super().__init__(outline.config)
         self._outline = (outline.to("meta"),)  # in a tuple, which is no submodule
+        outline.tie_weights()  # moving them untied them
         self.main_input_name = outline.main_input_name
 
     @property

@@ -11,13 +11,21 @@ import torch
 from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.recipe.recipe import Recipe
 from smelt.compression.recipe.step_checks import check_steps
-from smelt.errors import ConversionError, ModelError, RecipeError
+from smelt.data.text import TextData
+from smelt.errors import ConversionError, FormatError, ModelError, RecipeError
+from smelt.export.run import export
+from smelt.measure.cost import count_parameters
+from smelt.measure.perplexity import perplexity
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.load import load, skeleton, source_files
 from smelt.models.model import Model
 from smelt.models.verify import outputs, probe, verify
+from smelt.runtime.integer.decoder_network import IntegerDecoder
 from smelt.runtime.integer.graph import CONSTANTS_FILE, GRAPH_FILE
 from smelt.runtime.integer.network import IntegerNetwork
+from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.sampling_params import SamplingParams
+from tests.character_tokenizer import character_tokenizer
 from tests.runtime.integer.test_encoders import padded_batch
 from tests.tiny import BUILDS
 
@@ -46,6 +54,33 @@ def test_artifact_holds_integers_only_and_reloads_to_the_bit(name: str, tmp_path
     assert loaded.anatomy.shape() == model.anatomy.shape()
     assert {CONSTANTS_FILE, GRAPH_FILE} <= source_files(tmp_path).keys()
     assert skeleton(tmp_path).device.type == "meta"
+
+
+@pytest.mark.parametrize("nonlinear", ["i-bert", "nn-lut"])
+def test_decoder_is_saved_evaluated_and_served(nonlinear: str, tmp_path: Path) -> None:
+    model = Model(BUILDS["llama-tied"](), character_tokenizer())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    batches = [{"input_ids": torch.randint(3, 99, (3, 29), generator=torch.Generator().manual_seed(0))}]
+    method = METHODS.build({"method": "integer-only", "nonlinear": nonlinear})
+    facts = method.apply(model, MethodContext(batches=batches))
+    assert {"lm_head (linear)"} < facts["sqnr_db"].keys()
+    save_artifact(model, tmp_path)
+    verify(model, tmp_path)  # in a clean process
+    loaded = load(tmp_path)
+    assert isinstance(loaded.network, IntegerDecoder)
+    assert (loaded.task, count_parameters(loaded.network)) == ("language", parameters)
+    text = TextData("text", ("hello world, hello integers. " * 8,))
+    assert perplexity(loaded, text, context=32).value == perplexity(model, text, context=32).value
+    engine = Engine(loaded, max_model_len=48)
+    (answer,) = engine.generate(["hello"], SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
+    prompt = torch.tensor([loaded.tokenizer("hello")["input_ids"]])
+    expected = loaded.network.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert answer.tokens == expected[0, prompt.shape[1] :].tolist()
+    with pytest.raises(ModelError, match="runs as one program"):
+        Engine(loaded, max_model_len=48, kv_cache_dtype="int8")
+    for to in ("c", "onnx-int"):
+        with pytest.raises(FormatError, match=r"no form of an integer-only decoder|needs onnx"):
+            export(loaded, to, tmp_path / to)
 
 
 def test_float_constant_in_a_saved_graph_is_refused(tmp_path: Path) -> None:

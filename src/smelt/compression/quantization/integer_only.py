@@ -1,11 +1,15 @@
-"""Networks without floating point between input and logits: encoders as in I-BERT (Kim et al., 2021), networks of
-convolutions as in Q-ASR (Kim et al., 2022)."""
+"""Networks without floating point between input and logits: encoders and decoders as in I-BERT (Kim et al., 2021),
+networks of convolutions as in Q-ASR (Kim et al., 2022)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from smelt.compression.base import METHODS, CalibrationSize, Method, MethodContext, ResourceEstimate, within
 from smelt.compression.calibration.ranges import observe_ranges
@@ -15,14 +19,18 @@ from smelt.measure.cost import count_bytes
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
 from smelt.numerics.nn_lut import SIZES
+from smelt.runtime.integer import decoders, encoders
 from smelt.runtime.integer.builder import GraphBuilder
 from smelt.runtime.integer.convolutions import BitWidths, check_convolutions, is_convolutional
-from smelt.runtime.integer.debug import layer_sqnr
-from smelt.runtime.integer.encoders import check_encoder, convert_encoder, observed_modules
+from smelt.runtime.integer.debug import LayerSqnr, layer_sqnr
+from smelt.runtime.integer.decoder_network import IntegerDecoder, decoder_inputs
+from smelt.runtime.integer.graph import IntegerGraph
 from smelt.runtime.integer.network import IntegerNetwork
 from smelt.runtime.integer.table_builder import TableBuilder
 
-_DEBUGGED_BATCHES = 1  # for the signal-to-noise ratio of every layer
+# For the signal-to-noise ratio of every layer.
+_DEBUGGED_BATCHES = 1
+_DEBUGGED_TOKENS = 128  # of decoders, whose logits are large
 
 
 @METHODS.register(
@@ -32,19 +40,19 @@ _DEBUGGED_BATCHES = 1  # for the signal-to-noise ratio of every layer
 )
 @dataclass(frozen=True)
 class IntegerOnly(Method):
-    """Use for hardware without floating point: an encoder or a network of convolutions in int8, its nonlinear functions
-    and its head in integers.
+    """Use for hardware without floating point: an encoder, a decoder of the Llama type or a network of convolutions in
+    int8, its nonlinear functions, its KV cache and its head in integers.
 
     Ranges of activations are static, from the calibration data; `--data none` synthesizes it for networks with batch
     norms. The result is a graph of integer operators. The spectrogram of a speech model is computed in float before it.
-    With `nonlinear: nn-lut`, GELU, softmax, LayerNorm and tanh are looked up in tables (Yu et al., 2022).
+    With `nonlinear: nn-lut`, GELU, SiLU, softmax, norms and tanh are looked up in tables (Yu et al., 2022).
     """
 
     last: ClassVar[bool] = True
 
-    bits: int = 8  # of weights and activations, 2 to 8; encoders have 8
-    percentile: float = 100.0  # of the magnitudes of an activation that its range covers; encoders take all
-    nonlinear: Literal["i-bert", "nn-lut"] = "i-bert"  # of encoders: polynomials and Newton's iteration, or tables
+    bits: int = 8  # of weights and activations, 2 to 8; transformers have 8
+    percentile: float = 100.0  # of the magnitudes of an activation that its range covers; transformers take all
+    nonlinear: Literal["i-bert", "nn-lut"] = "i-bert"  # of transformers: polynomials and Newton's iteration, or tables
     entries: int = 16  # of each table: 8, 16 or 32
 
     def __post_init__(self) -> None:
@@ -59,7 +67,10 @@ class IntegerOnly(Method):
             return
         if self.bits != 8 or self.percentile != 100:
             raise RecipeError("bits and percentile of integer-only are for networks of convolutions; leave them out.")
-        check_encoder(anatomy.network)
+        if decoders.is_decoder(anatomy.network):
+            decoders.check_decoder(anatomy.network)
+        else:
+            encoders.check_encoder(anatomy.network)
 
     def bytes_change(self, anatomy: Anatomy) -> int:
         return -3 * sum(count_bytes(block.module) for block in anatomy.blocks) // 4
@@ -78,15 +89,32 @@ class IntegerOnly(Method):
             )
             model.network.to(device)
             return {**facts, "bytes_before": before, "bytes_after": count_bytes(model.network)}
-        ranges = observe_ranges(network, observed_modules(network), context.batches, context.progress)
-        tables = partial(TableBuilder, entries=self.entries)
-        graph = convert_encoder(network, ranges, tables if self.nonlinear == "nn-lut" else GraphBuilder)
-        network.cpu()
-        rows = layer_sqnr(network, graph, context.batches[:_DEBUGGED_BATCHES])
-        model.network = IntegerNetwork(graph, network).to(device)
+        graph, rows = self._convert(network, context)
+        integer = IntegerDecoder if decoders.is_decoder(network) else IntegerNetwork
+        model.network = integer(graph, network).to(device)
         return {
             "nodes": len(graph.nodes),
             "bytes_before": before,
             "bytes_after": count_bytes(model.network),
             "sqnr_db": {f"{row.layer} ({row.op})": round(row.decibels, 1) for row in rows},
         }
+
+    def _convert(self, network: PreTrainedModel, context: MethodContext) -> tuple[IntegerGraph, list[LayerSqnr]]:
+        """Return the graph of an encoder or decoder and the noise of its layers; the network moves to the CPU."""
+        tables = partial(TableBuilder, entries=self.entries)
+        builder = tables if self.nonlinear == "nn-lut" else GraphBuilder
+        batches = context.batches[:_DEBUGGED_BATCHES]
+        if not decoders.is_decoder(network):
+            observed = encoders.observed_modules(network)
+            ranges = observe_ranges(network, observed, context.batches, context.progress)
+            graph = encoders.convert_encoder(network, ranges, builder)
+            return graph, layer_sqnr(network.cpu(), graph, batches)
+        observed = decoders.observed_modules(network)
+        ranges = observe_ranges(network, observed, context.batches, context.progress)
+        graph = decoders.convert_decoder(network, ranges, builder)
+        rows = [{name: tensor[:1, :_DEBUGGED_TOKENS] for name, tensor in batch.items()} for batch in batches]
+        return graph, layer_sqnr(network.cpu(), graph, rows, graph_inputs=partial(_decoder_batch, network))
+
+
+def _decoder_batch(network: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return decoder_inputs(network, batch["input_ids"], batch.get("attention_mask"))

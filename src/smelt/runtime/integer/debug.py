@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from smelt.runtime.integer.graph import IntegerGraph, Node
 from smelt.runtime.integer.run import Interpreter, token_inputs
 
-_MODULE_OUTPUTS = ("linear", "layer_norm", "embedding")  # operators whose result is that of their float module
+GraphInputs = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+_MODULE_OUTPUTS = (
+    "linear",
+    "layer_norm",
+    "rms_norm",
+    "embedding",
+)  # operators whose result is that of their float module
 
 
 @dataclass
@@ -33,18 +39,23 @@ class LayerSqnr:
 
 @torch.no_grad()
 def layer_sqnr(
-    network: nn.Module, graph: IntegerGraph, batches: Iterable[Mapping[str, Tensor]], to_float: Collection[str] = ()
+    network: nn.Module,
+    graph: IntegerGraph,
+    batches: Iterable[Mapping[str, Tensor]],
+    to_float: Collection[str] = (),
+    graph_inputs: GraphInputs = token_inputs,
 ) -> list[LayerSqnr]:
     """Compare the output of every layer with the float network it was converted from, padding excluded.
 
-    The operators in `to_float` (of `NONLINEAR`) compute in float, to see what their integer form costs.
+    The operators in `to_float` (of `NONLINEAR`) compute in float, to see what their integer form costs. `graph_inputs`
+    makes the inputs of the graph from a batch.
     """
     interpreter = float_interpreter(graph, to_float)
     rows = {node.output: LayerSqnr(node.layer, node.op) for node in graph.nodes if node.op in _MODULE_OUTPUTS}
     for batch in batches:
         expected = _module_outputs(network, {rows[name].layer for name in rows}, batch)
         mask = batch.get("attention_mask")
-        for node, tensor in interpreter.trace(token_inputs(batch)):
+        for node, tensor in interpreter.trace(graph_inputs(batch)):
             if node.output in rows and node.layer in expected:
                 row, actual = rows[node.output], graph.dequantize(node.output, tensor).double()
                 reference = expected[node.layer].double().expand_as(actual)  # positions may have a batch of one
@@ -65,30 +76,43 @@ def float_interpreter(graph: IntegerGraph, to_float: Collection[str]) -> Interpr
 
 def _float_function(graph: IntegerGraph, node: Node) -> Callable[..., Tensor]:
     """Return the float form of a nonlinear node; results are rounded to the scale of its output."""
-    input_scale = graph.scales[node.inputs[0]]
+    input_scale = torch.tensor(graph.scales[node.inputs[0]], dtype=torch.float64)
     output_scale = torch.tensor(graph.scales[node.output], dtype=torch.float64)
 
     def compute(x: Tensor, mask: Tensor | None = None, **constants: Tensor | int) -> Tensor:
-        values = x.double() * torch.tensor(input_scale, dtype=torch.float64)
+        values = x.double() * input_scale
         if mask is not None:
             values = values.masked_fill(mask == 0, -torch.inf)
-        return (_FLOAT[node.op](values, constants, float(output_scale)) / output_scale).round().to(torch.int64)
+        results = _FLOAT[node.op](values, constants, float(input_scale), float(output_scale))
+        return (results / output_scale).round().to(torch.int64)
 
     return compute
 
 
-def _layer_norm(x: Tensor, constants: Mapping[str, Tensor | int], output_scale: float) -> Tensor:
+def _layer_norm(x: Tensor, constants: Mapping[str, Tensor | int], input_scale: float, output_scale: float) -> Tensor:
+    weight = _norm_weight(x, constants, output_scale)
+    return F.layer_norm(x, x.shape[-1:], weight, torch.as_tensor(constants["bias"]).double() * output_scale, 1e-12)
+
+
+def _rms_norm(x: Tensor, constants: Mapping[str, Tensor | int], input_scale: float, output_scale: float) -> Tensor:
+    squares = int(constants["epsilon"]) << (2 * int(constants["shift"]))  # of integers, over all channels
+    epsilon = squares * input_scale**2 / x.shape[-1]
+    return F.rms_norm(x, x.shape[-1:], _norm_weight(x, constants, output_scale), epsilon)
+
+
+def _norm_weight(x: Tensor, constants: Mapping[str, Tensor | int], output_scale: float) -> Tensor:
     # One unit of `normalized * weight` is the output scale, and the weight's scale follows from both.
     unit = output_scale * 2.0 ** int(constants["output_bits"]) / math.sqrt(x.shape[-1])
-    weight, bias = torch.as_tensor(constants["weight"]).double(), torch.as_tensor(constants["bias"]).double()
-    return F.layer_norm(x, x.shape[-1:], weight * unit, bias * output_scale, 1e-12)
+    return torch.as_tensor(constants["weight"]).double() * unit
 
 
-_FLOAT: dict[str, Callable[[Tensor, Mapping[str, Tensor | int], float], Tensor]] = {
-    "gelu": lambda x, constants, scale: F.gelu(x),
-    "tanh": lambda x, constants, scale: torch.tanh(x),
-    "softmax": lambda x, constants, scale: x.softmax(-1).nan_to_num(0.0),
+_FLOAT: dict[str, Callable[[Tensor, Mapping[str, Tensor | int], float, float], Tensor]] = {
+    "gelu": lambda x, *_: F.gelu(x),
+    "silu": lambda x, *_: F.silu(x),
+    "tanh": lambda x, *_: torch.tanh(x),
+    "softmax": lambda x, *_: x.softmax(-1).nan_to_num(0.0),
     "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
 }
 NONLINEAR = tuple(_FLOAT)
 

@@ -17,6 +17,7 @@ from smelt.kvcache.streaming.config import BoundedCacheConfig
 from smelt.kvcache.streaming.infinipot import InfiniPotCompressor
 from smelt.measure.memory import free_memory
 from smelt.models.model import Model
+from smelt.models.program_network import ProgramNetwork
 from smelt.models.quantized import quantized_layers
 from smelt.models.quantized_network import dequantize_without_kernel, quantize_activations, quantize_lm_head
 from smelt.numerics.catalog import format_name, get_format
@@ -142,7 +143,7 @@ def build(model: Model, config: EngineConfig, adapters: Adapters) -> tuple[Sched
     resolved = _ResolvedConfig(model, config, adapters, config.resolve_max_model_len(model), dtype)
     cache = config.kv_cache
     check_kv_cache(model, config, dtype)
-    if (reason := unpaged_reason(model.anatomy)) is not None:
+    if (reason := _own_cache_reason(model)) is not None:
         return _build_own_cache(resolved, reason)
     if config.compiled and model.device.type == "cuda" and resolved.eager_reason is not None:
         logger.warning("The network runs eagerly, which is slower than the fused path: %s.", resolved.eager_reason)
@@ -163,11 +164,18 @@ def build(model: Model, config: EngineConfig, adapters: Adapters) -> tuple[Sched
     return built
 
 
+def _own_cache_reason(model: Model) -> str | None:
+    """Return why the network must keep its KV cache itself; None if the cache can be paged."""
+    if isinstance(model.network, ProgramNetwork):
+        return "its network runs as one program, which reads and returns its KV cache"
+    return unpaged_reason(model.anatomy)
+
+
 def check_kv_cache(model: Model, config: EngineConfig, kv_cache_dtype: str | None) -> None:
     """Refuse settings of the KV cache that this model cannot have; its weights may still be on the meta device."""
     cache = config.kv_cache
     policy = cache.kv_token_cap or cache.page_selection or cache.kv_profile
-    if (reason := unpaged_reason(model.anatomy)) is not None:
+    if (reason := _own_cache_reason(model)) is not None:
         if policy is not None or kv_cache_dtype is not None or config.tensor_parallel_size > 1:
             raise ModelError(
                 f"{reason}, so its KV cache is not paged: serve it without tensor parallelism and settings of the KV "

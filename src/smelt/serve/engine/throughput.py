@@ -21,10 +21,12 @@ import torch
 from torch import nn
 
 from smelt.errors import ConfigError
+from smelt.measure.cost import count_bytes
 from smelt.measure.machine import copy_bandwidth
 from smelt.measure.memory import free_memory
 from smelt.models.load import load, skeleton
 from smelt.models.model import Model
+from smelt.models.program_network import ProgramNetwork
 from smelt.models.quantized import DEQUANTIZED, NO_BACKEND, QuantizedLinear
 from smelt.serve.engine.attention import block_bytes
 from smelt.serve.engine.config import EngineConfig
@@ -253,6 +255,8 @@ def measure_batch(
 
 def _weight_bytes(network: nn.Module) -> int:
     """Return the bytes that a decode step reads: all weights, of the embeddings only a tied output layer's."""
+    if isinstance(network, ProgramNetwork):
+        return count_bytes(network)
     tensors = {tensor.data_ptr(): tensor.nbytes for tensor in (*network.parameters(), *network.buffers())}
     embeddings = network.get_input_embeddings().weight  # type: ignore[operator]
     output = network.get_output_embeddings()  # type: ignore[operator]
