@@ -30,8 +30,8 @@ _MODULES = {
     "smelt.serve.engine.tensor_parallel": [],
     "pip": ["--version"],
 }
-# Calls that start a process which is not Python: the C++ compiler.
-_COMPILER = {"kernels/cpu/build.py"}
+# Files that start processes which are not Python: compilers, and the program that was compiled.
+_COMPILER = {"kernels/cpu/build.py", "export/integer.py"}
 
 
 @pytest.fixture

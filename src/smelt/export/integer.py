@@ -69,7 +69,15 @@ class CSourceExport(ExportFormat):
             program = Path(temporary) / "program"
             sources = sorted(str(file) for file in folder.glob("*.c"))
             command = [compiler, "-std=c99", "-O1", *sources, "-o", str(program)]
-            compiled = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False)
+            try:
+                compiled = subprocess.run(
+                    command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False
+                )
+            except subprocess.TimeoutExpired as error:
+                raise FormatError(
+                    f"{compiler} needs more than {_COMPILE_SECONDS} seconds for the export, so it could not be "
+                    "verified; export a smaller model."
+                ) from error
             if compiled.returncode:
                 raise FormatError(f"{compiler} does not compile the export: {compiled.stderr.strip()[:300]}")
             result = subprocess.run([str(program)], capture_output=True, timeout=_COMPILE_SECONDS, check=False)

@@ -40,12 +40,13 @@ _DEBUGGED_TOKENS = 128  # of decoders, whose logits are large
 )
 @dataclass(frozen=True)
 class IntegerOnly(Method):
-    """Use for hardware without floating point: an encoder, a decoder of the Llama type or a network of convolutions in
-    int8, its nonlinear functions, its KV cache and its head in integers.
+    """Use for hardware without floating point: everything between the input and the logits is integers.
 
-    Ranges of activations are static, from the calibration data; `--data none` synthesizes it for networks with batch
-    norms. The result is a graph of integer operators. The spectrogram of a speech model is computed in float before it.
-    With `nonlinear: nn-lut`, GELU, SiLU, softmax, norms and tanh are looked up in tables (Yu et al., 2022).
+    It converts encoders, decoders of the Llama type (with an int8 KV cache) and networks of convolutions, with their
+    nonlinear functions and heads. Ranges of activations are static, from the calibration data; `--data none`
+    synthesizes it for networks with batch norms. The result is a graph of integer operators. The spectrogram of a
+    speech model is computed in float before it. With `nonlinear: nn-lut`, GELU, SiLU, softmax, norms and tanh are
+    looked up in tables (Yu et al., 2022).
     """
 
     last: ClassVar[bool] = True
@@ -71,6 +72,9 @@ class IntegerOnly(Method):
             decoders.check_decoder(anatomy.network)
         else:
             encoders.check_encoder(anatomy.network)
+
+    def targets(self) -> dict[str, float]:
+        return {"bits": self.bits}
 
     def bytes_change(self, anatomy: Anatomy) -> int:
         return -3 * sum(count_bytes(block.module) for block in anatomy.blocks) // 4
