@@ -290,7 +290,9 @@ def test_what_cannot_work_is_refused_before_training(tmp_path: Path) -> None:
         METHODS.build("qat", losses=[{"loss": "logits"}])
     with pytest.raises(RecipeError, match="speq varies the precision"):
         METHODS.build("speq", inputs=None)
-    with pytest.raises(RecipeError, match="groups of 128 do not divide"):
+    with pytest.raises(
+        RecipeError, match="groups of 128 do not divide; give `weights` groups of 32, 16 or a scale per row"
+    ):
         train(METHODS.build("qat"), BUILDS["llama"](), text(), tmp_path)
     with pytest.raises(DataError, match="the data has none"):
         unlabeled = [{"pixel_values": batch["pixel_values"]} for batch in images()]
@@ -309,7 +311,7 @@ def test_what_cannot_work_is_refused_before_training(tmp_path: Path) -> None:
         }
         network = BUILDS["llama"]()
         network.config.vocab_size = 5
-        train(METHODS.build("qat", **settings), network, text(), tmp_path)
+        METHODS.build("qat", **settings).check(Model(network).anatomy)
     assert not list(tmp_path.glob("training"))
 
 

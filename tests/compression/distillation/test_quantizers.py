@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smelt.compression.distillation.quantizers import ACTIVATION_QUANTIZERS, WEIGHT_QUANTIZERS
 from smelt.compression.distillation.quantizers.base import round_through
 from smelt.compression.distillation.quantizers.lsq import Lsq
+from smelt.compression.distillation.quantizers.minmax import MinMaxActivations
 from smelt.compression.distillation.quantizers.pact import Pact
 from smelt.compression.distillation.quantizers.pact2 import Pact2
 from smelt.compression.distillation.quantizers.sawb import CONSTANTS, Sawb, clipping_level
@@ -298,6 +299,28 @@ def test_two_sided_pact_starts_at_the_extremes_and_keeps_zero_a_level() -> None:
     Pact2().check_input(-torch.ones(3), "block.dense")
     with pytest.raises(RecipeError, match="alpha_n of pact2 must lie"):
         Pact2(alpha_n=0.0)
+
+
+def test_minmax_activations_by_hand() -> None:
+    quantizer = MinMaxActivations(2)
+    assert not quantizer.signed and not MinMaxActivations.trainable
+    learned = quantizer.init(torch.tensor([0.5, 0.25, -3.0]))
+    assert float(learned["amax"]) == 3
+    x = torch.tensor([-1.0, 0.6, 1.4, 3.0, 3.2], requires_grad=True)
+    y = quantizer.fake_quantize(x, 2, learned)
+    assert y.tolist() == [0, 1, 1, 3, 3]
+    y.sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [0, 1, 1, 1, 0]
+
+
+def test_pact_starts_where_the_paper_does() -> None:
+    learned = Pact().init(torch.ones(2))
+    assert float(learned["alpha"]) == 10 and float(Pact().penalty(learned)) == pytest.approx(0.02)
+    for alpha in (0.0, 1.1e4):
+        with pytest.raises(RecipeError, match="alpha of pact must lie"):
+            Pact(alpha=alpha)
+        with pytest.raises(RecipeError, match="alpha_p of pact2 must lie"):
+            Pact2(alpha_p=alpha)
 
 
 def test_one_sided_pact_refuses_negative_inputs() -> None:

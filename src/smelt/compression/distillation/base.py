@@ -157,7 +157,12 @@ class QuantizationAwareTraining(Method):
         size = self.weights.format.group_size
         for path, columns in self._columns(anatomy).items():
             if size > 0 and columns % size:
-                raise RecipeError(f"{path} has {columns} inputs, which groups of {size} do not divide.")
+                fitting = [str(group) for group in (128, 64, 32, 16) if columns % group == 0]
+                raise RecipeError(
+                    f"{path} has {columns} inputs, which groups of {size} do not divide; give `weights` "
+                    f"{'groups of ' + ', '.join(fitting) + ' or ' if fitting else ''}a scale per row (as in "
+                    "weight_format: int4/row), or leave the layer out with `exclude`."
+                )
         if not self._columns(anatomy):
             raise ModelError("there is no linear layer or convolution in the blocks of this network to quantize.")
         if self.intermediates:

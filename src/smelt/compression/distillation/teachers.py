@@ -20,8 +20,8 @@ from smelt.compression.distillation.intermediates import (
 )
 from smelt.compression.distillation.student import NetworkTeacher, Student
 from smelt.errors import ModelError, RecipeError
-from smelt.models.anatomy import anatomy_of
-from smelt.models.load import load
+from smelt.models.anatomy import Anatomy, anatomy_of
+from smelt.models.load import load, load_config
 from smelt.models.model import Model
 
 SOURCE = "source"
@@ -76,6 +76,19 @@ class DistilledTraining(QuantizationAwareTraining):
             names = ", ".join(sorted(self.intermediates)).replace("_", " ")
             raise RecipeError(f"{self.name} compares the teacher's {names} as well as logits; remove `cache_logits`.")
 
+    def check(self, anatomy: Anatomy) -> None:
+        super().check(anatomy)
+        if self.teacher is None or self.teacher == SOURCE or not self.needs_teacher:
+            return
+        theirs, ours = (
+            getattr(config, "vocab_size", None) for config in (load_config(self.teacher), anatomy.network.config)
+        )
+        if theirs != ours:
+            raise ModelError(
+                f"the teacher {self.teacher} has a vocabulary of {theirs} tokens and the student one of {ours}; a "
+                "teacher needs the same tokenizer."
+            )
+
     @property
     def has_teacher(self) -> bool:
         return self.teacher is not None
@@ -89,14 +102,7 @@ class DistilledTraining(QuantizationAwareTraining):
     def _dense_teacher(self, model: Model, name: str) -> DenseTeacher:
         if name == SOURCE:
             return DenseTeacher(copy.deepcopy(model.network), self.intermediates)
-        network = load(name).network
-        theirs, ours = (getattr(each.config, "vocab_size", None) for each in (network, model.network))
-        if theirs != ours:
-            raise ModelError(
-                f"the teacher {name} has a vocabulary of {theirs} tokens and the student one of {ours}; a "
-                "teacher needs the same tokenizer."
-            )
-        return DenseTeacher(network.to(next(model.network.parameters()).device), self.intermediates)
+        return DenseTeacher(load(name).network.to(next(model.network.parameters()).device), self.intermediates)
 
 
 def _text(shapes: list[tuple[int, ...]]) -> str:
