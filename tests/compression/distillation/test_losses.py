@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from smelt.compression.base import METHODS, CalibrationSize
 from smelt.compression.distillation.losses import LOSSES, LossTerm, token_weights
+from smelt.errors import RecipeError
 from smelt.models.model import Model
 from tests.tiny import BUILDS
 
@@ -73,6 +74,52 @@ def test_token_scaled_logits_with_equal_weights_are_plain_distillation() -> None
     plain = -(F.softmax(teacher.logits, -1) * F.log_softmax(student.logits, -1)).sum(-1)[:, :-1].mean()
     term = LOSSES.build("token-scaled-logits", temperature=1e6)
     assert torch.allclose(term.compute(student, teacher, {"labels": labels}), plain, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["hidden-states", "attention-output", "attention-map", "attention-score"])
+def test_losses_of_intermediate_outputs_are_their_formulas(name: str) -> None:
+    """Two blocks, two samples of three tokens and one; what belongs to padding differs, and must not count."""
+    torch.manual_seed(0)
+    term, (kind,) = LOSSES.build(name), LOSSES.build(name).intermediates
+    shape = (2, 3, 5) if "attention-" not in name or name == "attention-output" else (2, 4, 3, 3)
+    tensors = [[torch.randn(shape) for _ in range(2)] for _ in range(2)]
+    if name == "attention-map":
+        tensors = [[tensor.softmax(-1) for tensor in blocks] for blocks in tensors]
+    student, teacher = (SimpleNamespace(intermediates={kind: blocks}) for blocks in tensors)
+    tokens = [3, 1]
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    expected = []
+    for ours, theirs in zip(*tensors, strict=True):
+        if name == "attention-score":
+            theirs[0, :, 1, 2] = -1e9  # masked by the teacher
+        samples = [(o[..., :count, :], t[..., :count, :]) for o, t, count in zip(ours, theirs, tokens, strict=True)]
+        if name == "attention-map":
+            values = [(t * (t / o).log()).sum(-1).mean() for o, t in samples]
+        elif name == "attention-score":
+            squares = [(o - t).square()[t > -100] for o, t in samples]
+            values = [torch.cat(squares).mean()]
+        else:
+            values = [(o - t).square().mean() for o, t in samples]
+            values = [sum(value * count for value, count in zip(values, tokens, strict=True)) / sum(tokens)]
+        expected.append(sum(values) / len(values))
+    assert torch.allclose(term.compute(student, teacher, {"attention_mask": mask}), torch.stack(expected).sum())
+    plain = term.compute(student, teacher, {})
+    assert torch.allclose(plain, term.compute(student, teacher, {"attention_mask": torch.ones(2, 3).long()}))
+
+
+def test_the_error_of_a_single_score_is_its_square() -> None:
+    student, teacher = (
+        SimpleNamespace(intermediates={"attention_scores": [torch.full((1, 1, 1, 1), x)]}) for x in (1.0, 3.0)
+    )
+    assert float(LOSSES.build("attention-score").compute(student, teacher, {})) == 4
+
+
+def test_temperatures_have_limits() -> None:
+    for name, largest in (("logits", 100.0), ("cosine", 100.0), ("token-scaled-logits", 1e6)):
+        LOSSES.build(name, temperature=largest)
+        for temperature in (0.009, largest * 1.01):
+            with pytest.raises(RecipeError, match=f"temperature of {name} must lie"):
+                LOSSES.build(name, temperature=temperature)
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
