@@ -338,6 +338,18 @@ def test_flips_may_be_a_count_or_a_fraction(run: dict[str, Any]) -> None:
     assert "flipped answers2.34 %" in Page(render(run)).text
 
 
+def test_an_integer_graph_says_what_was_checked_and_where_the_noise_is() -> None:
+    ratios = {f"layer.{index} (linear)": 60.0 - index for index in range(10)}
+    run = {"title": "t", "model": "m", "steps": [{"name": "integer-only", "facts": {"sqnr_db": ratios}}]}
+    assert "signal to quantization noise" not in render(run)
+    page = render(run | {"integer_graph": {"tensors": {"int8": 1200, "int32": 34}}})
+    assert "saw 1,234 tensors" in page and "none is floating point: 1,200 int8, 34 int32" in page
+    worst_first = page.index("layer.9 (linear)") < page.index("layer.2 (linear)") < page.index("<summary>all 10 layers")
+    assert worst_first and page.count("layer.9 (linear)") == 2 and page.count("layer.0 (linear)") == 1
+    floats = render(run | {"integer_graph": {"tensors": {"int8": 1, "float32": 2}}})
+    assert "floating point: float32" in floats and "none is" not in floats
+
+
 def test_channels_of_a_convolution_network() -> None:
     blocks = [{"block": 0, "channels": [{"of": 64, "kept": 32}, {"of": 128, "kept": 128}]}]
     page = Page(render({"title": "t", "model": "m", "kept": blocks}))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from smelt.cli.output import JsonOption, ModelArgument, SeedOption, console, table, write_json
+from smelt.report.integer import checked_sentence, layer_sqnr
 from smelt.report.numbers import count, macs, size
 
 
@@ -18,12 +19,13 @@ def run(
     seed: SeedOption = 0,
 ) -> None:
     from smelt.compression.passport.document import PASSPORT, passport_lines, read_passport
-    from smelt.measure.structure import describe_structure
+    from smelt.measure.structure import describe_precision, describe_structure
     from smelt.models.anatomy import anatomy_of
     from smelt.models.artifact import read_kv_cache_format
     from smelt.models.load import skeleton
 
-    content = describe_structure(anatomy_of(skeleton(model)), tokens)
+    network = skeleton(model)
+    content = describe_structure(anatomy_of(network), tokens)
     rows = [
         [str(row["block"]), row["attention"], row["feed_forward"], count(row["parameters"]), macs(row["macs"])]
         for row in content["blocks"]
@@ -34,7 +36,13 @@ def run(
         f"blocks {count(content['block_parameters'])} parameters, {macs(content['macs'])} "
         f"for {tokens} tokens (one image for vision models)"
     )
-    sqnr = _layer_sqnr(Path(model) / "measurements.json")
+    precision = describe_precision(network)
+    for line in _precision_lines(precision):
+        console.print(line, soft_wrap=True)
+    record = _record(Path(model) / "measurements.json")
+    if checked := checked_sentence(record):
+        console.print(checked, soft_wrap=True)
+    sqnr = layer_sqnr(record)
     if sqnr:
         rows = [[layer, f"{decibels:.1f} dB"] for layer, decibels in sqnr.items()]
         console.print(table("signal to quantization noise", ["layer", "ratio"], rows))
@@ -46,18 +54,30 @@ def run(
         for line in passport_lines(passport):
             console.print(line)
     described = {"fingerprint": passport.fingerprint, "source": passport.source} if passport else None
-    extra = {"sqnr_db": sqnr, "kv": kv and kv.to_json(), "passport": described}
+    extra = {
+        "precision": precision["quantized"] and precision,
+        "integer_graph": checked and record["integer_graph"],
+        "sqnr_db": sqnr,
+        "kv": kv and kv.to_json(),
+        "passport": described,
+    }
     write_json(json_file, {"model": model, **content, **{name: value for name, value in extra.items() if value}})
 
 
-def _layer_sqnr(file: Path) -> dict[str, float]:
-    """Return the ratio of every layer that the conversion to integers measured; empty for other models."""
+def _precision_lines(precision: dict[str, Any]) -> list[str]:
+    """Say which layers are quantized and which stay in float; nothing of a network that is not quantized."""
+    lines = []
+    for row in precision["quantized"]:
+        scale = "static scale" if row["static"] else "scale per token"
+        inputs = f"inputs in {row['inputs']} ({scale})" if row["inputs"] else "inputs in float"
+        lines.append(f"{row['layers']} layers with weights in {row['weights']}, {inputs}")
+    if lines and precision["float"]:
+        lines.append(f"in float: {', '.join(f'{count} {name}' for name, count in precision['float'].items())}")
+    return lines
+
+
+def _record(file: Path) -> dict[str, Any]:
+    """Return the measurements of an artifact; empty for other models."""
     from smelt.models.json_file import read_object
 
-    steps = read_object(file).get("steps") if file.is_file() else None
-    for step in steps if isinstance(steps, list) else []:
-        facts = step.get("facts") if isinstance(step, dict) else None
-        ratios = facts.get("sqnr_db") if isinstance(facts, dict) else None
-        if isinstance(ratios, dict):
-            return {str(layer): value for layer, value in ratios.items() if isinstance(value, int | float)}
-    return {}
+    return read_object(file) if file.is_file() else {}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
+
+from torch import nn
 
 from smelt.measure.cost import (
     Workload,
@@ -14,6 +17,8 @@ from smelt.measure.cost import (
     unit_costs,
 )
 from smelt.models.anatomy import Anatomy, Block, Part
+from smelt.models.quantized import QuantizedLinear, quantized_layers
+from smelt.numerics.catalog import format_name
 
 _UNIT_NAMES = {"ffn_channels": "FFN channels", "channels": "channels"}
 
@@ -34,6 +39,27 @@ def describe_structure(anatomy: Anatomy, tokens: int) -> dict[str, Any]:
         "blocks": [_block(block, costs) for block in anatomy.blocks],
         "shape": anatomy.shape(),
     }
+
+
+def describe_precision(network: nn.Module) -> dict[str, Any]:
+    """Return how many layers are quantized in which way, and how many layers with weights stay in float, by type."""
+    quantized = quantized_layers(network)
+    schemes = Counter(layer.scheme for layer in quantized.values())
+    others = Counter(
+        type(module).__name__
+        for module in network.modules()
+        if not isinstance(module, QuantizedLinear) and any(True for _ in module.parameters(recurse=False))
+    )
+    rows = [
+        {
+            "weights": format_name(scheme.weight),
+            "inputs": None if scheme.inputs is None else format_name(scheme.inputs),
+            "static": scheme.static,
+            "layers": layers,
+        }
+        for scheme, layers in schemes.items()
+    ]
+    return {"quantized": rows, "float": dict(sorted(others.items()))}
 
 
 def _block(block: Block, costs: dict[str, float]) -> dict[str, Any]:

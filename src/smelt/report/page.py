@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.report import sections
+from smelt.report.integer import integer_graph
 from smelt.report.layers import precision, undercalibrated_experts
 from smelt.report.markup import Markup, join, tag
 from smelt.report.quality import quality
@@ -35,6 +36,7 @@ def render(run: Mapping[str, Any]) -> str:
         speed(run),
         sections.kept(run),
         precision(run),
+        integer_graph(run),
         undercalibrated_experts(run),
         steps(run),
         training(run),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from smelt.report import numbers, plots
+from smelt.report.integer import SQNR
 from smelt.report.markup import Markup, section, table, tag
 from smelt.report.rows import Run
 
@@ -18,12 +19,13 @@ _LABELS = {
     "stream_rotated": "residual stream rotated",
     "head_untied": "head untied from the embedding",
     "widths_without_hadamard": "widths without a Hadamard rotation",
+    "nodes": "integer operators",
     "vanished": "weights rounded to zero",
     "calibration_length": "mean tokens per calibration sample",
 }
 _FORMATS: dict[str, Callable[[float], str]] = {"bytes": numbers.size, "parameters_added": numbers.count}
 _CURVE = "_curve"  # ends the name of a fact that is drawn
-_IN_TABLE = {"block_parameters_before"}  # shown elsewhere on the page
+_IN_TABLE = {"block_parameters_before", SQNR}  # shown elsewhere on the page
 
 
 def steps(run: Run) -> Markup | None:

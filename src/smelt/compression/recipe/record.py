@@ -22,6 +22,7 @@ from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear, quantized_layers
 from smelt.numerics.catalog import format_name
 from smelt.report.rows import short_path
+from smelt.runtime.integer.network import IntegerNetwork
 from smelt.serve.engine.throughput import Throughput, ThroughputRow, paired_rows
 
 TIMED_TOKENS = 128
@@ -157,7 +158,8 @@ def _served(row: ThroughputRow) -> dict[str, Any]:
 
 def _timing(comparison: LatencyComparison, task: str) -> dict[str, Any]:
     new, base = comparison.new, comparison.base
-    inputs = {"images": "images", "policy": "observations"}.get(task, f"{new.length} tokens")
+    length = f"{new.length} {'frames' if task == 'speech' else 'tokens'}"
+    inputs = {"images": "images", "policy": "observations"}.get(task, length)
     return {
         "name": f"forward, batch {new.batch}, {inputs}",
         "device": new.device,
@@ -199,6 +201,8 @@ def run_record(
     layers = {path: layer for step in steps for path, layer in step.get("layers", {}).items()}
     if layers:
         record["precision"] = precision(model, layers)
+    if isinstance(model.network, IntegerNetwork):
+        record["integer_graph"] = {"tensors": model.network.graph.count_dtypes()}
     few_tokens = [expert for step in steps for expert in step.get("few_tokens", [])]
     if few_tokens:
         record["few_tokens"] = few_tokens

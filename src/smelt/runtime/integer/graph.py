@@ -6,6 +6,7 @@ outputs, and nothing that computes reads them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,6 +74,13 @@ class IntegerGraph:
             defined.add(node.output)
         if missing := set(self.outputs) - defined or (not self.outputs and {"output"}):
             raise ModelError(f"The integer graph does not produce its outputs: {', '.join(sorted(missing))}.")
+
+    def count_dtypes(self) -> dict[str, int]:
+        """Check the graph, and return the number of its tensors by dtype: inputs, constants and results."""
+        self.check()
+        constants = (tensor for node in self.nodes for tensor in node.constants.values())
+        names = [*self.inputs.values(), *map(dtype_name, constants), *(node.dtype for node in self.nodes)]
+        return dict(sorted(Counter(names).items()))
 
     def dequantize(self, name: str, values: Tensor) -> Tensor:
         """Return the float32 values of a tensor of the graph, by its scale."""
