@@ -56,7 +56,8 @@ def check_encoder(network: PreTrainedModel) -> None:
     if kind not in _LAYOUTS:
         raise ConversionError(
             f"there is no integer form of {kind} networks; it exists for the encoders {', '.join(sorted(_LAYOUTS))}, "
-            f"and for the decoders {', '.join(DECODERS)}."
+            f"and for the decoders {', '.join(DECODERS)}. For integer linear layers alone use rtn with "
+            "`input_activations: int8` and `static_activations: true`."
         )
     name = type(network).__name__
     if not name.endswith(("ForSequenceClassification", "Model")):
