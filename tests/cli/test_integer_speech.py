@@ -36,6 +36,12 @@ def test_integer_only_without_data(folder: Path, smelt_here: Smelt, tmp_path: Pa
     assert both.out.splitlines()[1] == f"{folder / 'b.flac'}: {text.out.strip()}"
     quality = smelt_here("eval", out, "--data", str(folder / "eval.jsonl"), "--against", model)
     assert quality.code in (0, 3) and "wer" in quality.out, quality.err
+    inspected = smelt_here("inspect", out)
+    assert "none is floating point" in inspected.out and "signal to quantization noise" in inspected.out, inspected.err
+    verified = smelt_here("verify", out)
+    assert verified.code == 0 and "same logits" in verified.out, verified.err
+    timed = smelt_here("bench", out, "--repeats", "3", "--seq-len", "40", "--against", model)
+    assert timed.code == 0 and "times the speed of" in timed.out, timed.err
 
 
 def test_missing_data_and_bad_parameters_are_one_sentence(folder: Path, smelt_here: Smelt, tmp_path: Path) -> None:
