@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
+import torch
+
+from smelt.models.load import load
 from tests.cli.conftest import Place, Smelt
 
 
@@ -22,6 +26,28 @@ def test_integer_only_ends_like_any_compression(place: Place, smelt_here: Smelt,
     assert content["sqnr_db"]["classifier (linear)"] > 10
     compressed = ("--method", "rtn", "-o", str(tmp_path / "twice"))
     smelt_here("compress", out, *compressed).refused("runs a program, which no step can change")
+
+
+def test_what_has_no_integer_form_is_one_sentence(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+    arguments = ("--method", "integer-only", "--data", place / "rows.jsonl", "--eval-data", place / "rows.jsonl")
+    shutil.copytree(place / "bert", tmp_path / "silu")
+    config = json.loads((tmp_path / "silu" / "config.json").read_text())
+    (tmp_path / "silu" / "config.json").write_text(json.dumps({**config, "hidden_act": "silu"}))
+    done = smelt_here("compress", str(tmp_path / "silu"), *arguments, "-o", str(tmp_path / "out"))
+    done.refused("bert.encoder.layer.0.intermediate.intermediate_act_fn: the activation silu has no integer form")
+    network = load(place / "bert").network
+    with torch.no_grad():
+        norm = network.get_submodule("bert.encoder.layer.1.output.LayerNorm")
+        norm.weight.fill_(1e-12)
+        norm.bias.fill_(1e3)
+    shutil.copytree(place / "bert", tmp_path / "extreme")
+    network.save_pretrained(tmp_path / "extreme")
+    done = smelt_here("compress", str(tmp_path / "extreme"), *arguments, "-o", str(tmp_path / "out"))
+    done.refused("bert.encoder.layer.1.output.LayerNorm: ")
+    done.refused("too large for int32")
+    assert not (tmp_path / "out").exists()
+    arguments = ("--method", "integer-only", "--data", "none", "-o", str(tmp_path / "synthetic"))
+    smelt_here("compress", place / "bert", *arguments).refused("this network has none; name data")
 
 
 def test_decoder_is_refused_before_it_is_loaded(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
