@@ -38,6 +38,7 @@ def test_what_has_no_integer_form_is_one_sentence(place: Place, smelt_here: Smel
     network = load(place / "bert").network
     with torch.no_grad():
         norm = network.get_submodule("bert.encoder.layer.1.output.LayerNorm")
+        assert isinstance(norm, torch.nn.LayerNorm)
         norm.weight.fill_(1e-12)
         norm.bias.fill_(1e3)
     shutil.copytree(place / "bert", tmp_path / "extreme")

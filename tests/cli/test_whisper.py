@@ -11,7 +11,7 @@ import torch
 
 from smelt.models.feature_extractor import save_feature_extractor
 from smelt.models.load import load
-from smelt.models.quantized import QuantizedLinear, quantized_layers
+from smelt.models.quantized import STATIC_SCALE, QuantizedLinear, quantized_layers
 from tests.cli.conftest import Smelt
 
 soundfile = pytest.importorskip("soundfile", reason="soundfile is not installed")
@@ -58,7 +58,7 @@ def test_integer_linear_layers_with_static_scales(folder: Path, smelt_here: Smel
 
 def check_product(layer: QuantizedLinear) -> None:
     """Compare a layer with sums of products of integers, scaled once by its static scale and the weights' scales."""
-    scale, weight_scale = layer.input_scale.flatten(), layer.packed.tensors["scale"].float().flatten()
+    scale, weight_scale = getattr(layer, STATIC_SCALE).flatten(), layer.packed.tensors["scale"].float().flatten()
     weight = (layer.weight / weight_scale[:, None]).round().long()
     codes = torch.randint(-127, 128, (5, layer.in_features), generator=torch.Generator().manual_seed(0))
     assert layer.bias is not None and weight.abs().max() == 127
