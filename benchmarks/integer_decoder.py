@@ -42,6 +42,10 @@ SWITCHED = {
     "i-bert, SiLU in float": ("silu",),
     "i-bert, all three in float": ("softmax", "rms_norm", "silu"),
 }
+TEXTS = {
+    "stories260K": "stories260K reads stories that it wrote itself.",
+    "smollm2-135m": "SmolLM2-135M-Instruct reads WikiText-2.",
+}
 Row = dict[str, Any]
 Logits = Callable[[Tensor], Tensor]
 
@@ -133,14 +137,15 @@ def text(rows: list[Row]) -> str:
     return (
         f"# Integer-only decoders\n\nPerplexity over windows of {WINDOW} tokens after post-training conversion with "
         f"the ranges of {CALIBRATION_WINDOWS} windows, and speed of greedy decoding with a KV cache (batch 1, "
-        f"{rows[0]['threads']} thread, a CPU that other work shared: compare rows only roughly). stories260K reads "
-        "stories that it wrote itself, SmolLM2-135M-Instruct WikiText-2. float is float32 in PyTorch.\n\n"
+        f"{rows[0]['threads']} thread, a CPU that other work shared: compare rows only roughly). "
+        f"{' '.join(TEXTS[name] for name in dict.fromkeys(row['model'] for row in rows))} float is float32 in PyTorch."
+        "\n\n"
     ) + table(headings, cells)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", default=["stories260K", "smollm2-135m"])
+    parser.add_argument("--models", nargs="+", choices=TEXTS, default=list(TEXTS))
     parser.add_argument("--forms", nargs="+", default=["float", *FORMS, *SWITCHED], help="rows to measure")
     parser.add_argument("--tokens", type=int, default=1024, help="of evaluation text")
     parser.add_argument("--decoded", type=int, default=16, help="tokens to decode")
