@@ -141,18 +141,6 @@ def _batch_inputs(network: hf.PreTrainedModel, batch: dict[str, torch.Tensor]) -
     return decoder_inputs(network, batch["input_ids"])
 
 
-def test_outliers_of_one_channel_do_not_cost_the_others_their_resolution() -> None:
-    """One channel of the down projection's input is 60 times as large as the others."""
-    network, ids = BUILDS["llama"](), tokens()
-    with torch.no_grad():
-        network.model.layers[1].mlp.up_proj.weight[5] *= 60
-        network.model.layers[1].mlp.down_proj.weight[:, 5] /= 60
-        expected = network(ids).logits
-    graph = converted(network)
-    logits = graph.dequantize("logits", Interpreter(graph).run(decoder_inputs(network, ids))["logits"])
-    assert cosine(logits, expected) > 0.997
-
-
 def test_operators_without_an_integer_form_are_named() -> None:
     network = build_network(hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER, hidden_act="gelu"))
     with pytest.raises(ConversionError, match=r"model\.layers\.0\.mlp\.act_fn: the activation gelu"):
