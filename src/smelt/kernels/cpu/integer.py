@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from smelt.kernels.conv import ConvShape
 from smelt.kernels.cpu.build import NATIVE, load_units
@@ -31,6 +32,7 @@ from smelt.kernels.integer_interface import (
 )
 
 UNITS: dict[str, tuple[str, ...]] = {"integer": ()}
+LANES = 16  # of a register
 _TYPES = {dtype: index for index, dtype in enumerate(INT_TYPES)}
 _KINDS = (Requantize, Gelu, TableLookup, Add)
 _POINTER, _INT64, _INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -335,7 +337,7 @@ def _native_steps(steps: Steps, operands: Sequence[Tensor]) -> tuple[_Steps, Any
 
 def _native_step(step: Step, tensors: list[Tensor]) -> _Step:
     def pointer(tensor: Tensor) -> int:
-        tensors.append(tensor.to(torch.int32).contiguous())
+        tensors.append(F.pad(tensor.to(torch.int32), (0, LANES)))  # kernels read whole registers
         return tensors[-1].data_ptr()
 
     native = _Step(kind=_KINDS.index(type(step)))

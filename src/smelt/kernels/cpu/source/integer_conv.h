@@ -28,16 +28,33 @@ struct IntegerConvolution {  // same layout as in integer_conv.py
     }
 };
 
-constexpr int TAPS = 4;                    // of a depthwise kernel row, multiplied by one instruction
-constexpr int64_t DEPTHWISE_BLOCK = 128;   // output positions whose sums stay in the L1 cache
+constexpr int TAPS = 4;                         // of a depthwise kernel row, multiplied by one instruction
+constexpr int POSITIONS = PARTS == 1 ? 8 : 4;  // of a depthwise output, multiplied at once
+constexpr int64_t DEPTHWISE_BLOCK = 128;        // output positions whose sums stay in the L1 cache
+
+struct OutputPosition {  // counted up, as a division takes longer than the copy of a pixel
+    int64_t image, row, column;
+
+    OutputPosition(const IntegerConvolution& conv, int64_t index)
+        : image(index / (conv.out_height * conv.out_width)), row(index / conv.out_width % conv.out_height),
+          column(index % conv.out_width) {}
+
+    void advance(const IntegerConvolution& conv) {
+        if (++column < conv.out_width) return;
+        column = 0;
+        if (++row < conv.out_height) return;
+        row = 0;
+        ++image;
+    }
+};
 
 // Call run(index, pixel, taps) for runs of taps of an output position that are contiguous; the pixel is null in the padding.
 template <class Run>
-HWY_INLINE void for_taps(const IntegerConvolution& conv, int64_t position, int64_t group, Run run) {
-    const int64_t image_positions = conv.out_height * conv.out_width, in_image = position % image_positions;
-    const int8_t* image = conv.x + position / image_positions * conv.height * conv.width * conv.channels;
-    const int64_t y0 = in_image / conv.out_width * conv.stride_height - conv.top;
-    const int64_t x0 = in_image % conv.out_width * conv.stride_width - conv.left, taps = conv.kernel_width;
+HWY_INLINE void for_taps(const IntegerConvolution& conv, const OutputPosition& position, int64_t channel, Run run) {
+    const int64_t taps = conv.kernel_width;
+    const int8_t* image = conv.x + position.image * conv.height * conv.width * conv.channels + channel;
+    const int64_t y0 = position.row * conv.stride_height - conv.top;
+    const int64_t x0 = position.column * conv.stride_width - conv.left;
     const int64_t length = conv.groups == 1 && conv.dilation_width == 1 ? taps : 1;  // of the longest run
     for (int64_t i = 0; i < conv.kernel_height; ++i) {
         const int64_t y = y0 + i * conv.dilation_height, index = i * taps;
@@ -45,7 +62,7 @@ HWY_INLINE void for_taps(const IntegerConvolution& conv, int64_t position, int64
             run(index, nullptr, taps);
             continue;
         }
-        const int8_t* line = image + y * conv.width * conv.channels + group * conv.group_channels();
+        const int8_t* line = image + y * conv.width * conv.channels;
         for (int64_t j = 0; j < taps; j += length) {
             const int64_t x = x0 + j * conv.dilation_width, begin = std::min(std::max<int64_t>(-x, 0), length);
             const int64_t end = std::max(std::min(conv.width - x, length), begin);
@@ -64,6 +81,16 @@ HWY_INLINE void copy_to_tile(const int8_t* source, int64_t count, int8_t flip, i
         hn::StoreU(source ? hn::Xor(hn::LoadU(tag, source + k), mask) : mask, tag, tile + k * TILE);
 }
 
+// Copy bytes in steps of 16 where no byte from `end` on is read: the next run, or a weight of zero, covers what is too much.
+HWY_INLINE void copy_to_row(const int8_t* source, int64_t count, const int8_t* end, int8_t* row) {
+    const hn::Full128<int8_t> tag;
+    if (source && source + round_up(count, 16) > end) {
+        std::memcpy(row, source, count);
+        return;
+    }
+    for (int64_t k = 0; k < count; k += 16) hn::StoreU(source ? hn::LoadU(tag, source + k) : hn::Zero(tag), tag, row + k);
+}
+
 // Gather the inputs of output positions into tiles, in the order [kernel row, kernel column, channel].
 inline void gather_tiles(
     const IntegerConvolution& conv, int64_t first, int64_t positions, int64_t group, int8_t* row, int8_t* tiles) {
@@ -73,17 +100,18 @@ inline void gather_tiles(
         const int8_t* x = conv.x + first * conv.channels + group * channels;
         return pack_tokens(x, conv.channels, positions, columns, tiles, flip);
     }
-    for (int64_t t = 0; t < positions; ++t) {
+    const int8_t* end = conv.x + conv.batch * conv.height * conv.width * conv.channels;
+    OutputPosition position(conv, first);
+    for (int64_t t = 0; t < positions; ++t, position.advance(conv)) {
         int8_t* tile = tiles + t / TILE * TILE * padded + t % TILE * DEPTH;
         if (channels % DEPTH == 0) {
-            for_taps(conv, first + t, group, [&](int64_t index, const int8_t* pixel, int64_t taps) SMELT_INLINE {
+            for_taps(conv, position, group * channels, [&](int64_t index, const int8_t* pixel, int64_t taps) SMELT_INLINE {
                 copy_to_tile(pixel, taps * channels, flip, tile + index * channels * TILE);
             });
             continue;
         }
-        for_taps(conv, first + t, group, [&](int64_t index, const int8_t* pixel, int64_t taps) SMELT_INLINE {
-            if (pixel) std::memcpy(row + index * channels, pixel, taps * channels);
-            else std::memset(row + index * channels, 0, taps * channels);
+        for_taps(conv, position, group * channels, [&](int64_t index, const int8_t* pixel, int64_t taps) SMELT_INLINE {
+            copy_to_row(pixel, taps * channels, end, row + index * channels);
         });
         copy_to_tile(row, padded, flip, tile);  // weights beyond the last column are zero
     }
@@ -100,7 +128,7 @@ inline void convolve_by_gemm(const IntegerConvolution& conv, int threads) {
         const int64_t group = index % conv.groups, first = index / conv.groups * rows;
         const int64_t count = std::min(positions - first, rows);
         int8_t* tiles = tile_bytes.get<int8_t>(round_up(count, TILE) * padded);
-        gather_tiles(conv, first, count, group, row_bytes.get<int8_t>(padded), tiles);
+        gather_tiles(conv, first, count, group, row_bytes.get<int8_t>(padded + DEPTH), tiles);
         const PackedPanels weight{
             conv.weight + group * padded_outputs * padded, conv.offset + group * padded_outputs, outputs, conv.columns()};
         const int32_t* bias = conv.bias ? conv.bias + group * outputs : nullptr;
@@ -231,7 +259,7 @@ inline void convolve_depthwise(const IntegerConvolution& conv, int threads) {
                     conv, block, x + t * conv.stride_width * PANEL * TAPS, weight, start, row_sums + t * PANEL);
             };
             int64_t t = 0;
-            for (; t + TILE <= block.columns; t += TILE) multiply(std::integral_constant<int, TILE>(), t);
+            for (; t + POSITIONS <= block.columns; t += POSITIONS) multiply(std::integral_constant<int, POSITIONS>(), t);
             for (; t + 2 <= block.columns; t += 2) multiply(std::integral_constant<int, 2>(), t);
             if (t < block.columns) multiply(std::integral_constant<int, 1>(), t);
         }

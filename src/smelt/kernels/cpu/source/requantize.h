@@ -6,7 +6,7 @@
 enum IntType : int32_t { INT8, UINT8, INT16, INT32 };  // same order as in integer.py
 
 struct Requantize {                     // same layout as in integer.py
-    const int32_t *multiplier, *shift;  // [1 or channels]
+    const int32_t *multiplier, *shift;  // [1 or channels], and 16 more that can be read
     int64_t channels;                   // 1 if all share a multiplier
     int32_t minimum, maximum;
     int32_t is_high;  // all shifts are at least 32, so that the low half of a product only rounds down
@@ -65,10 +65,9 @@ struct Rescale {
 
     explicit Rescale(const Requantize& q) : Rescale(*q.multiplier, *q.shift, q.minimum, q.maximum) {}
 
-    // Load the multipliers of 16 channels from `channel` on, of which `lanes` are in memory.
-    HWY_INLINE void load_channels(const Requantize& q, int64_t channel, int64_t lanes) {
-        multiplier = read_padded(q.multiplier + channel, lanes, [](const int32_t* x) { return load(x); });
-        shift = read_padded(q.shift + channel, lanes, [](const int32_t* x) { return load(x); });
+    HWY_INLINE void load_channels(const Requantize& q, int64_t channel) {
+        multiplier = load(q.multiplier + channel);
+        shift = load(q.shift + channel);
     }
 
     HWY_INLINE I32x16 operator()(I32x16 x) const {
@@ -86,8 +85,8 @@ HWY_INLINE void with_rescale(const Requantize& q, Run run) {
     auto start = [&](auto rescale) SMELT_INLINE {
         if (q.channels == 1) return run([=](I32x16 x, int64_t, int64_t) SMELT_INLINE { return rescale(x); });
         const Requantize by_channel = q;
-        run([=](I32x16 x, int64_t channel, int64_t lanes) mutable SMELT_INLINE {
-            rescale.load_channels(by_channel, channel, lanes);
+        run([=](I32x16 x, int64_t channel, int64_t) mutable SMELT_INLINE {
+            rescale.load_channels(by_channel, channel);
             return rescale(x);
         });
     };
