@@ -7,6 +7,7 @@ with the tables of NN-LUT.
 from __future__ import annotations
 
 import argparse
+import platform
 import re
 import shutil
 import subprocess
@@ -25,6 +26,7 @@ from smelt.export.integer import graph_inputs
 from smelt.models.model import Model
 from smelt.runtime.integer.builder import GraphBuilder
 from smelt.runtime.integer.encoders import convert_encoder, observed_modules
+from smelt.runtime.integer.graph import DTYPES, IntegerGraph, dtype_name
 from smelt.runtime.integer.network import IntegerNetwork
 from smelt.runtime.integer.run import Interpreter
 from smelt.runtime.integer.table_builder import TableBuilder
@@ -35,7 +37,7 @@ INPUTS = 200
 SANITIZE = ["-O1", "-fno-sanitize-recover=all", "-fsanitize=address,undefined"]
 STRICT = ["-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror"]
 FLOAT_REGISTERS = re.compile(r"\b[vqdshb]\d{1,2}\b|%[xyz]?mm\d|%st\b")
-EMULATORS = {"x86_64-linux-gnu-gcc": "qemu-x86_64-static", "aarch64-linux-gnu-gcc": "qemu-aarch64-static"}
+CROSS = {"aarch64": "x86_64-linux-gnu-gcc", "x86_64": "aarch64-linux-gnu-gcc"}[platform.machine()]
 
 
 def main() -> None:
@@ -50,12 +52,13 @@ def main() -> None:
             source = write_source(model.network.graph, graph_inputs(model, model.network.graph, 1, LENGTH))
             write_files(source, Path(folder))
             memory[nonlinear] = source.memory()
-            for compiler in ("gcc", "clang", "x86_64-linux-gnu-gcc") if nonlinear == "i-bert" else ("gcc",):
+            for compiler in ("gcc", "clang", CROSS) if nonlinear == "i-bert" else ("gcc",):
                 if shutil.which(compiler):
                     rows.append({"nonlinear": nonlinear, "compiler": compiler, **check(Path(folder), compiler)})
                     print(rows[-1], flush=True)
+            batches = [encode(model, [sentence]) for sentence in texts()[100 : 100 + arguments.inputs]]
             for options, count in ((["-O2"], arguments.inputs), (SANITIZE, min(arguments.inputs, 5))):
-                equal = equal_outputs(model, Path(folder), options, count)
+                equal = equal_outputs(model.network.graph, Path(folder), options, batches[:count])
                 rows.append({"nonlinear": nonlinear, "options": options[-1], "inputs": count, "equal": equal})
                 print(rows[-1], flush=True)
     write("c_export", [*rows, {"memory": memory}], text(rows, memory))
@@ -85,7 +88,7 @@ def check(folder: Path, compiler: str) -> dict[str, Any]:
     code, floats, start = 0, 0, time.monotonic()
     objects = []
     for file in sorted(folder.glob("*.c")):
-        if file.name == "test.c":
+        if file.name in ("test.c", "stream.c"):
             continue
         target = folder / f"{file.stem}-{compiler}.o"
         subprocess.run(
@@ -102,46 +105,55 @@ def check(folder: Path, compiler: str) -> dict[str, Any]:
     seconds = time.monotonic() - start
     program = str(folder / f"program-{compiler}")
     subprocess.run([compiler, *STRICT, "-O2", "-static", str(folder / "test.c"), *objects, "-o", program], check=True)
-    emulator = EMULATORS.get(compiler)
-    command = [program] if emulator is None else [emulator, program]
-    if emulator is not None and shutil.which(emulator) is None:
-        return {"code_bytes": code, "float_instructions": floats, "compile_seconds": seconds, "result": "not run"}
-    result = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    result = subprocess.run([*emulator(compiler), program], capture_output=True, text=True, check=False).stdout.strip()
     return {"code_bytes": code, "float_instructions": floats, "compile_seconds": seconds, "result": result}
 
 
-def equal_outputs(model: Model, folder: Path, options: list[str], count: int) -> int:
-    """Return for how many texts the compiled program has all outputs of the reference."""
-    graph = model.network.graph
-    names = list(graph.inputs)
-    outputs = Interpreter(graph).run(graph_inputs(model, graph, 1, LENGTH))
-    sizes = {name: outputs[name].numel() for name in graph.outputs}
-    buffers = "".join(f"static int32_t {name.replace('.', '_')}[{size}];\n" for name, size in sizes.items())
-    inputs = "".join(f"static int32_t {name}[{LENGTH}];\n" for name in names)
-    reads = " && ".join(f"fread({name}, 4, {LENGTH}, stdin) == {LENGTH}" for name in names)
-    writes = "".join(f"        fwrite({name.replace('.', '_')}, 4, {size}, stdout);\n" for name, size in sizes.items())
-    call = ", ".join((*names, *(name.replace(".", "_") for name in sizes)))
+def equal_outputs(
+    graph: IntegerGraph, folder: Path, options: list[str], batches: list[dict[str, torch.Tensor]], compiler: str = "gcc"
+) -> int:
+    """Return for how many inputs the program has all outputs of the reference; constants are those of `check`."""
+    outputs = Interpreter(graph).run(batches[0])
+    tensors = {**{name: batches[0][name].to(DTYPES[graph.inputs[name]]) for name in graph.inputs}, **outputs}
+    buffers, reads, writes, names = "", [], "", []
+    for name, tensor in tensors.items():
+        names.append(re.sub(r"[^A-Za-z0-9]", "_", name))
+        buffers += f"static {dtype_name(tensor)}_t {names[-1]}[{tensor.numel()}];\n"
+        if name in graph.inputs:
+            reads.append(f"fread({names[-1]}, {tensor.element_size()}, {tensor.numel()}, stdin) == {tensor.numel()}")
+        else:
+            writes += f"        fwrite({names[-1]}, {tensor.element_size()}, {tensor.numel()}, stdout);\n"
     (folder / "stream.c").write_text(
-        f'#include <stdio.h>\n#include "model.h"\n{inputs}{buffers}int main(void)\n{{\n    while ({reads}) {{\n'
-        f"        if (model_run({call})) {{\n            return 1;\n        }}\n{writes}    }}\n    return 0;\n}}\n"
+        f'#include <stdio.h>\n#include "model.h"\n{buffers}int main(void)\n{{\n    while ({" && ".join(reads)}) {{\n'
+        f"        if (model_run({', '.join(names)})) {{\n            return 1;\n        }}\n{writes}    }}\n"
+        "    return 0;\n}\n"
     )
-    sources = [str(file) for file in sorted(folder.glob("*.c")) if file.name != "test.c"]
+    objects = [str(file) for file in sorted(folder.glob(f"constants_[0-9]-{compiler}.o"))]
+    sources = [str(folder / name) for name in ("stream.c", "model.c", "kernels.c")]
     program = str(folder / "stream")
-    objects = [str(file) for file in sorted(folder.glob("constants_[0-9]-gcc.o"))]  # compiled before
-    sources = [file for file in sources if "constants" not in file]
-    subprocess.run(["gcc", *STRICT, *options, *sources, *objects, "-o", program], check=True)
-    tensors = [
-        {name: values.to(torch.int32) for name, values in encode(model, [sentence]).items() if name in names}
-        for sentence in texts()[100 : 100 + count]
-    ]
-    stream = b"".join(each[name].numpy().tobytes() for each in tensors for name in names)
-    raw = subprocess.run([program], input=stream, capture_output=True, check=True).stdout
-    results = torch.frombuffer(bytearray(raw), dtype=torch.int32).view(count, -1)
-    expected = [Interpreter(graph).run(each) for each in tensors]
-    flat = torch.stack(
-        [torch.cat([each[name].flatten().to(torch.int32) for name in graph.outputs]) for each in expected]
+    subprocess.run([compiler, *STRICT, *options, *sources, *objects, "-o", program], check=True)
+    stream = b"".join(
+        each[name].to(DTYPES[dtype]).contiguous().numpy().tobytes()
+        for each in batches
+        for name, dtype in graph.inputs.items()
     )
-    return int((results == flat).all(dim=1).sum())
+    raw = subprocess.run([*emulator(compiler), program], input=stream, capture_output=True, check=True).stdout
+    size = len(raw) // len(batches)
+    equal = 0
+    for index, each in enumerate(batches):
+        expected = Interpreter(graph).run(each)
+        reference = b"".join(expected[name].contiguous().numpy().tobytes() for name in graph.outputs)
+        equal += raw[index * size : (index + 1) * size] == reference
+    return equal
+
+
+def emulator(compiler: str) -> list[str]:
+    """Return the command that runs programs of a compiler."""
+    machine = compiler.split("-")[0]
+    if "-" not in compiler or machine == platform.machine():
+        return []
+    paths = [shutil.which(name) for name in (f"qemu-{machine}-static", f"qemu-{machine}")]
+    return [next(path for path in paths if path is not None)]
 
 
 def text(rows: list[dict[str, Any]], memory: dict[str, Any]) -> str:
