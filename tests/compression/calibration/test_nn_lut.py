@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smelt.compression.calibration.nn_lut import FUNCTIONS, TableTraining, train_table
+from smelt.compression.calibration.nn_lut import FUNCTIONS, TableFunction, TableTraining, train_table
 from smelt.errors import ConfigError
 from smelt.numerics.piecewise_linear import PiecewiseLinear
 
@@ -22,6 +22,17 @@ def test_learned_breakpoints_beat_uniform_segments(name: str, factor: float) -> 
     error, uniform_error = ((each(x) - target.function(x)).abs().mean() for each in (table, uniform))
     assert table.entries == 16
     assert factor * error < uniform_error
+
+
+def test_a_range_far_from_zero_is_normalized() -> None:
+    """Breakpoints start within (-1, 1) of the normalized range; around another center they would be dead entries."""
+    target = TableFunction(lambda x: torch.tanh(x - 100), 95.0, 105.0)
+    x = torch.linspace(95, 105, 10_001, dtype=torch.float64)
+    uniform = PiecewiseLinear.uniform(target.function, 95.0, 105.0, 16)
+    error, uniform_error = (
+        (each(x) - target.function(x)).abs().mean() for each in (train_table(target, QUICK), uniform)
+    )
+    assert 1.7 * error < uniform_error
 
 
 def test_ends_are_pinned() -> None:

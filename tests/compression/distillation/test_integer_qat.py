@@ -25,6 +25,8 @@ def test_rounding_is_that_of_the_graph_and_gradients_pass() -> None:
     plain = network(**batch).logits.detach()
     layers = _round_layers(network, graph)
     assert len(layers) == 3 * 6 + 2
+    with_output = [path for path, module in network.named_modules() if path and hasattr(module, "rounded_output")]
+    assert len(with_output) == 3 * 3 and all(path.endswith(("query", "key", "value")) for path in with_output)
     rounded = network(**batch).logits
     assert not torch.equal(rounded, plain)
     node = next(node for node in graph.nodes if node.op == "linear")
@@ -60,6 +62,12 @@ def test_training_ends_as_an_integer_network() -> None:
     untrained = Model(BUILDS["bert"]())
     METHODS.build({"method": "integer-only"}).apply(untrained, MethodContext(batches=batches))
     assert not torch.equal(model.network(**padded_batch()).logits, untrained.network(**padded_batch()).logits)
+
+
+def test_the_change_of_bytes_is_three_of_four_per_weight() -> None:
+    anatomy = Model(BUILDS["bert"]()).anatomy
+    weights = [module.weight.numel() for module in anatomy.network.bert.encoder.modules() if type(module) is nn.Linear]
+    assert METHODS.build({"method": "integer-qat"}).bytes_change(anatomy) == -3 * sum(weights)
 
 
 def test_other_quantizers_are_refused() -> None:

@@ -23,9 +23,12 @@ from smelt.models.verify import outputs, probe, verify
 from smelt.runtime.integer.decoder_network import IntegerDecoder
 from smelt.runtime.integer.graph import CONSTANTS_FILE, GRAPH_FILE
 from smelt.runtime.integer.network import IntegerNetwork
+from smelt.runtime.integer.run import Interpreter
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.sampling_params import SamplingParams
 from tests.character_tokenizer import character_tokenizer
+from tests.models.test_quartznet import quartznet
+from tests.runtime.integer.test_convolutions import converted, inputs, quantized
 from tests.runtime.integer.test_encoders import padded_batch
 from tests.tiny import BUILDS
 
@@ -106,6 +109,15 @@ def test_moving_the_network_moves_the_constants_of_the_graph() -> None:
     assert isinstance(network, IntegerNetwork)
     network.to("meta")
     assert {tensor.device.type for node in network.graph.nodes for tensor in node.constants.values()} == {"meta"}
+
+
+def test_features_are_quantized_by_the_scale_of_the_input() -> None:
+    network = quartznet()
+    _, graph = converted(network)
+    values = inputs(network, seed=1)
+    expected = Interpreter(graph).run({"input_features": quantized(graph, values)})["logits"]
+    actual = IntegerNetwork(graph, network)(input_features=values).logits
+    assert torch.equal(actual, graph.dequantize("logits", expected))
 
 
 def test_nothing_can_follow_and_other_networks_are_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from smelt.compression.calibration.ranges import observe_ranges
 from smelt.errors import ConversionError
 from smelt.models.model import Model
+from smelt.runtime.integer.builder import GraphBuilder
 from smelt.runtime.integer.debug import NONLINEAR, LayerSqnr, float_interpreter, layer_sqnr
 from smelt.runtime.integer.encoders import check_encoder, convert_encoder, observed_modules
 from smelt.runtime.integer.graph import IntegerGraph
@@ -174,6 +175,24 @@ def test_scales_that_overflow_are_found_at_conversion() -> None:
         network.bert.encoder.layer[0].intermediate.dense.weight[3, 3] = torch.nan
     with pytest.raises(ConversionError, match=r"bert\.encoder\.layer\.0"):
         converted(network)
+
+
+def test_a_position_bias_that_overflows_is_found_at_conversion() -> None:
+    network = BUILDS["mpnet"]()
+    with torch.no_grad():
+        network.mpnet.encoder.relative_attention_bias.weight.fill_(1e7)
+    with pytest.raises(ConversionError, match=r"relative_bias can reach .* overflows int32"):
+        converted(network)
+
+
+def test_bounds_of_sums_and_requantized_values() -> None:
+    builder = GraphBuilder({"a": "int32", "b": "int32"})
+    a, b = (builder.input(name, scale=0.1, bound=100) for name in ("a", "b"))
+    assert builder.add(a, b, "layer").bound == 200
+    assert builder.requantize(a, 1.0, "layer").bound == 11  # 10, and one for rounding
+    largest = builder.input("a", bound=2**30)
+    with pytest.raises(ConversionError, match=f"layer: the result of add can reach {2**31}, which overflows int32"):
+        builder.add(largest, largest, "layer")
 
 
 def test_row_of_zero_weights_and_large_bias() -> None:

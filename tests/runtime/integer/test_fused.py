@@ -18,7 +18,7 @@ from smelt.runtime.integer import run
 from smelt.runtime.integer.encoders import convert_encoder, observed_modules
 from smelt.runtime.integer.fused import FusedProgram, LinearCall, MapCall, NormCall, ReferenceCall
 from smelt.runtime.integer.graph import IntegerGraph, Node
-from smelt.runtime.integer.run import Interpreter, token_inputs
+from smelt.runtime.integer.run import Interpreter, preferred_backend, token_inputs
 from tests.kernels.instruction_sets import NEEDS_COMPILER
 from tests.runtime.integer.encoder_graph import random_encoder, token_batch
 
@@ -125,6 +125,11 @@ def test_products_of_activations_without_attention() -> None:
     for shapes in (((5, 8), (7, 8), (7, 3)), ((2, 5, 8), (7, 8), (2, 7, 3)), ((2, 3, 4, 8), (1, 3, 6, 8), (6, 2))):
         inputs = {name: torch.randint(-128, 128, shape) for name, shape in zip("abc", shapes, strict=True)}
         assert_same_outputs(graph, inputs)
+
+
+def test_kernels_are_preferred_on_their_own_device_only() -> None:
+    assert preferred_backend(torch.device("cpu")) == "cpu"
+    assert preferred_backend(torch.device("meta")) == "reference"
 
 
 def test_without_a_compiler_the_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
