@@ -45,8 +45,8 @@ ABLATION = {f"post-training, {op} in float": [op] for op in NONLINEAR} | {
 }
 DEFAULT_TASKS, DEFAULT_SEEDS = ["sst2", "mrpc", "rte", "stsb"], [0, 1, 2]
 DEFAULT_ROWS = [POST_TRAINING, TABLES, TRAINED, *ABLATION]
-CALIBRATION, FINE_TUNING_EPOCHS, FINE_TUNING_SEED, ENTRIES = 512, 2, 0, 16
-TRAINING_ROWS, TRAINING_EPOCHS, LR = 4000, 1.0, 1e-5
+CALIBRATION, FINE_TUNING_EPOCHS, FINE_TUNING_SEED, ENTRIES = 512, 4, 0, 16
+TRAINING_ROWS, TRAINING_EPOCHS, LR = 16_000, 1.0, 1e-5
 
 
 def main() -> None:
@@ -127,7 +127,8 @@ def measure(task: str, seed: int, missing: list[str], options: argparse.Namespac
     if TRAINED in missing:
         settings: Row = {
             "method": "integer-qat", "teacher": "source", "losses": [{"loss": "logits"}], "batch_size": 32,
-            "epochs": TRAINING_EPOCHS, "optimizer": {"lr": LR}, "select": "last",
+            "epochs": TRAINING_EPOCHS if options.smoke else max(TRAINING_EPOCHS, TRAINING_EPOCHS * 4000 / len(train)),
+            "optimizer": {"lr": LR}, "select": "last",
         }  # fmt: skip
         model, seconds = step(settings, TRAINING_ROWS)
         yield row(TRAINED, evaluate(model, task, options), seconds)
@@ -156,7 +157,7 @@ def float_quality(task: str, options: argparse.Namespace) -> EvalResult:
 def float_model(task: str, options: argparse.Namespace) -> Model:
     if task == "sst2":
         return minilm_sst2(options.device)
-    folder = options.networks / task
+    folder = options.networks / f"{task}-{FINE_TUNING_EPOCHS}-epochs"
     if not folder.exists():
         torch.manual_seed(FINE_TUNING_SEED)
         model = with_head(TASKS[task].outputs, options.device)
@@ -188,15 +189,19 @@ def text(rows: list[Row], options: argparse.Namespace) -> str:
                       for task, values in differences.items() if values),
         ])  # fmt: skip
     total = len(DEFAULT_TASKS) * (1 + len(DEFAULT_SEEDS) * len(DEFAULT_ROWS))
+    training = (
+        f"Training: at most {TRAINING_ROWS} texts, the float network as the teacher, lr {LR:g}. "
+        if any(row["row"] == TRAINED for row in rows)
+        else "The row after training is not measured yet. "
+    )
     missing = "" if len(rows) >= total else f" {len(rows)} of {total} rows are measured so far."
     limit = "" if options.limit is None else f", the first {options.limit} items"
     return (
-        f"# Integer-only MiniLM-L6 on GLUE\n\nDevelopment sets{limit}. One float network per task, fine-tuned for "
-        f"{FINE_TUNING_EPOCHS} epochs (SST-2: the published one); a seed draws the {CALIBRATION} texts of calibration "
-        f"and the order of training. Training: {TRAINING_EPOCHS:g} epoch of at most {TRAINING_ROWS} texts, the float "
-        f"network as the teacher, lr {LR:g}. NN-LUT: {ENTRIES} entries, not retrained. "
-        "The metric is accuracy (SST-2, RTE), F1 (MRPC) or Spearman correlation (STS-B), in points; the mean "
-        f"difference from float is over the tasks of the row.{missing}\n\n"
+        f"# Integer-only MiniLM-L6 on GLUE\n\nDevelopment sets{limit}. One float network per task, fine-tuned "
+        f"for {FINE_TUNING_EPOCHS} epochs, in batches of similar lengths (SST-2: the one of the shared folder). A "
+        f"seed draws the {CALIBRATION} texts of calibration and the order of training. {training}NN-LUT: {ENTRIES} "
+        "entries, not retrained. The metric is accuracy (SST-2, RTE), F1 (MRPC) or Spearman correlation (STS-B), in "
+        f"points; the mean difference from float is over the tasks that the row has.{missing}\n\n"
         + table(["row", *tasks, "mean difference", "difference by seed"], cells)
         + tables_against_polynomials(rows)
     )
