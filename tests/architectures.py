@@ -245,6 +245,7 @@ OTHERS = (
         },
     ),
     Architecture("vit", "ImageClassification"),
+    Architecture("deit", "ImageClassification"),
     Architecture("dinov2", "ImageClassification"),
     Architecture(
         "swin",

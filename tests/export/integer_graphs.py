@@ -18,6 +18,7 @@ from smelt.runtime.integer.constants import (
 from smelt.runtime.integer.dyadic import dyadic_tensors
 from smelt.runtime.integer.graph import IntegerGraph, Node
 from smelt.runtime.integer.ops import OPERATORS
+from smelt.runtime.integer.shift_constants import gelu_shift_constants, softmax_shift_constants
 from smelt.runtime.integer.table_constants import norm_table_constants, softmax_table_constants, table_constants
 
 SCALES = [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0]
@@ -95,6 +96,10 @@ def _linear_operators(build: GraphOfOperators) -> None:
     for dtype in ("int8", "int16", "int32"):
         table = build.integers(11, 6).to(getattr(torch, dtype))
         build.node("embedding", ids, dtype=dtype, constants={"table": table})
+    patches = build.integers(3, 5, 6, low=-(2**20), high=2**20, dtype=torch.int32)
+    for tokens in (5, 7):
+        table = build.integers(tokens, 6, low=-(2**20), high=2**20, dtype=torch.int32)
+        build.node("add_positions", build.input(patches), constants={"table": table})
     if "positions" in OPERATORS:
         for padding_index in (-1, 1):
             build.node("positions", ids, dtype="int32", padding_index=padding_index)
@@ -137,6 +142,7 @@ def _elementwise_operators(build: GraphOfOperators) -> None:
     build.node("add", x, build.activations(4, 1))
     limit = int(build.inputs[x].abs().max())
     build.node("gelu", x, **gelu_constants(build.scale, limit, "layer", maximum=2**62)[0])
+    build.node("gelu_shift", x, **gelu_shift_constants(build.scale, limit, "layer", maximum=2**40)[0])
     tanh_scale = min(build.scale, 0.3)
     build.node("silu", build.activations(40, scale=tanh_scale), bits=15, **exp_constants(tanh_scale, 20, "layer"))
     build.node("tanh", build.activations(40, scale=tanh_scale), dtype="int8", **tanh_constants(tanh_scale, "layer")[0])
@@ -154,6 +160,7 @@ def _row_operators(build: GraphOfOperators) -> None:
     masked = build.input(mask)
     for inputs in ((scores,), (scores, masked)):
         build.node("softmax", *inputs, dtype="int8", **softmax_constants(scale, 9, "layer")[0])
+        build.node("softmax_shift", *inputs, dtype="int8", **softmax_shift_constants(scale, 9, "layer")[0])
         attributes, constants, _ = softmax_table_constants(scale, 9, "layer")
         build.node("softmax_table", *inputs, dtype="int8", constants=constants, **attributes)
     rows = build.activations(5, 24)
@@ -163,6 +170,10 @@ def _row_operators(build: GraphOfOperators) -> None:
         for op, shift in (("layer_norm", bias), ("rms_norm", None)):
             attributes, constants, _ = constants_of(build.scale, limit, weight, shift, 1e-5, "layer")
             build.node(name.format(op), rows, constants=constants, **attributes)
+    attributes, constants, _ = norm_constants(build.scale, limit, weight, bias, 1e-5, "layer")
+    build.node("layer_norm_shift", rows, constants=constants, **attributes)
+    zeros = build.input(torch.zeros(2, 24, dtype=torch.int32))
+    build.node("layer_norm_shift", zeros, constants=constants, **attributes | {"epsilon": 0})
     for axis in (0, 1, -1):
         build.node("mean", scores, axis=axis)
         build.node("argmax", scores, dtype="int32", axis=axis)

@@ -64,6 +64,17 @@ static int64_t exponential(int64_t x, const exp_constants *c)
     return shift_right((rest * (rest + c->q_b) + c->q_c) * power_of_two(c->lift), c->drop + halvings);
 }
 
+/* Two to the power of (x + x / 2 - x / 16) / q_one, linear between powers of two. */
+static int64_t shift_exponential(int64_t x, const shift_exp_constants *c)
+{
+    int64_t halvings, rest;
+    x += shift_right(x, 1) - shift_right(x, 4);
+    x = x < -c->max_halvings * c->q_one ? -c->max_halvings * c->q_one : x;
+    halvings = -x / c->q_one;
+    rest = x + halvings * c->q_one;
+    return shift_right((shift_right(rest, 1) + c->q_one) * power_of_two(c->lift), c->drop + halvings);
+}
+
 static int64_t square_root(int64_t x)
 {
     int64_t root = 1, smaller;
@@ -92,6 +103,21 @@ static int64_t floor_log2(int64_t x)
         exponent++;
     }
     return exponent;
+}
+
+/* The square root by a fixed number of iterations: its floor, or one more. */
+static int64_t shift_square_root(int64_t x)
+{
+    int64_t root;
+    int i;
+    if (x <= 0) {
+        return 0;
+    }
+    root = power_of_two((floor_log2(x) + 1) >> 1);
+    for (i = 0; i < $sqrt_iterations; i++) {
+        root = (root + x / root) >> 1;
+    }
+    return root;
 }
 
 static int64_t look_up(int64_t x, const table_constants *t)
@@ -239,6 +265,18 @@ void $name(const $X_type *x, $Y_type *y, size_t count, int64_t q_b, int64_t q_c,
     }
 }
 """,
+    "gelu_shift": """\
+void $name(const $X_type *x, $Y_type *y, size_t count, int64_t sigmoid_bits, const shift_exp_constants *c)
+{
+    size_t i;
+    int64_t one = shift_exponential(0, c);
+    for (i = 0; i < count; i++) {
+        int64_t value = x[i], scaled = value + shift_right(value, 1) + shift_right(value, 3) + shift_right(value, 4);
+        int64_t exp = shift_exponential(-magnitude(scaled), c);
+        y[i] = ($Y_type)(value * ((scaled < 0 ? exp : one) * power_of_two(sigmoid_bits) / (one + exp)));
+    }
+}
+""",
     "tanh": """\
 void $name(const $X_type *x, $Y_type *y, size_t count, int64_t levels, const exp_constants *c)
 {
@@ -271,7 +309,7 @@ void $name(const $X_type *x, $Y_type *y, size_t count)
 """,
     "softmax": """\
 void $name(const $X_type *x, $mask_parameters$Y_type *y, size_t rows, size_t length, int64_t levels,
-           int64_t reciprocal_bits, const exp_constants *c)
+           int64_t reciprocal_bits, const $constants *c)
 {
     size_t row, i;
     for (row = 0; row < rows; row++) {
@@ -285,13 +323,13 @@ void $name(const $X_type *x, $mask_parameters$Y_type *y, size_t rows, size_t len
         for (i = 0; i < length; i++) {
             size_t index = row * length + i;
             if ($visible) {
-                sum += exponential(x[index] - peak, c);
+                sum += $exponential(x[index] - peak, c);
             }
         }
         factor = levels * power_of_two(reciprocal_bits) / (sum < 1 ? 1 : sum);
         for (i = 0; i < length; i++) {
             size_t index = row * length + i;
-            int64_t exp = $visible ? exponential(x[index] - peak, c) : 0;
+            int64_t exp = $visible ? $exponential(x[index] - peak, c) : 0;
             y[index] = ($Y_type)round_shift(exp * factor, reciprocal_bits);
         }
     }
@@ -350,7 +388,7 @@ void $name(const $X_type *x, $Y_type *y, const int32_t *weight, const int32_t *b
             int64_t value = shift_right(x[row * length + i] - mean, shift);
             sum += value * value;
         }
-        root = square_root(sum) * power_of_two(shift);
+        root = $root(sum) * power_of_two(shift);
         factor = power_of_two(reciprocal_bits) / (root < 1 ? 1 : root);
         for (i = 0; i < length; i++) {
             int64_t value = (x[row * length + i] - mean) * factor;
@@ -472,6 +510,19 @@ void $name(const $X_type *x, $Y_type *y, size_t batch, size_t tokens, int64_t pa
             int64_t visible = padding_index < 0 || x[row * tokens + i] != padding_index;
             count += visible;
             *y++ = ($Y_type)(padding_index < 0 ? (int64_t)i : count * visible + padding_index);
+        }
+    }
+}
+""",
+    "add_positions": """\
+void $name(const $X_type *x, $Y_type *y, const int32_t *table, size_t batch, size_t patches, size_t tokens,
+           size_t width)
+{
+    size_t row, i, before = (tokens - patches) * width;
+    for (row = 0; row < batch; row++) {
+        for (i = 0; i < tokens * width; i++) {
+            int64_t value = i < before ? 0 : x[row * patches * width + i - before];
+            *y++ = ($Y_type)(value + table[i]);
         }
     }
 }

@@ -27,6 +27,7 @@ from smelt.export.c_decoder_kernels import DECODER_KERNELS
 from smelt.export.c_kernels import HELPERS, KERNELS
 from smelt.runtime.integer.graph import DTYPES, IntegerGraph, Node, dtype_name
 from smelt.runtime.integer.run import Interpreter
+from smelt.runtime.integer.shift_ops import SQRT_ITERATIONS
 from smelt.runtime.integer.table_ops import RECIPROCAL_INPUT_BITS, RESULT_BITS, RSQRT_INPUT_BITS
 
 MEMBERS = {"int8": "i8", "uint8": "u8", "int16": "i16", "int32": "i32", "int64": "i64"}
@@ -37,6 +38,10 @@ _STRUCTURES = """\
 typedef struct {
     int64_t q_ln2, q_b, q_c, max_halvings, lift, drop;
 } exp_constants;
+
+typedef struct {
+    int64_t q_one, max_halvings, lift, drop;
+} shift_exp_constants;
 
 typedef struct {
     uint32_t entries;
@@ -54,6 +59,7 @@ typedef struct {
 } pool;
 """
 _EXP_FIELDS = ("q_ln2", "q_b", "q_c", "max_halvings", "lift", "drop")
+_SHIFT_EXP_FIELDS = ("q_one", "max_halvings", "lift", "drop")
 
 
 @dataclass(frozen=True)
@@ -224,6 +230,10 @@ class _Writer:
     def exp(self, node: Node) -> str:
         return "&" + self.structure("exp_constants", ", ".join(_literal(integer(node, name)) for name in _EXP_FIELDS))
 
+    def shift_exp(self, node: Node) -> str:
+        values = ", ".join(_literal(integer(node, name)) for name in _SHIFT_EXP_FIELDS)
+        return "&" + self.structure("shift_exp_constants", values)
+
     def broadcast(self, name: str, shape: tuple[int, ...], node: Node) -> tuple[str, str]:
         """Return arrays with a shape of RANK axes, and the strides of a tensor in it; a repeated axis has stride 0."""
         if len(shape) > RANK:
@@ -312,6 +322,11 @@ def _elementwise(*attributes: str) -> Callable[[_Writer, Node], str]:
     return call
 
 
+def _gelu_shift(writer: _Writer, node: Node) -> str:
+    name = writer.function("gelu_shift", node)
+    return f"{name}({_in_out(writer, node)}, {integer(node, 'sigmoid_bits')}, {writer.shift_exp(node)});"
+
+
 def _tanh(writer: _Writer, node: Node) -> str:
     name = writer.function("tanh", node)
     return f"{name}({_in_out(writer, node)}, {integer(node, 'levels')}, {writer.exp(node)});"
@@ -330,11 +345,18 @@ def _softmax(writer: _Writer, node: Node) -> str:
         arguments = f"{writer.place(mask[0])}, {', '.join(writer.broadcast(mask[0], shape, node))}, "
     else:
         fields, arguments = {"mask_parameters": "", "visible": "1"}, ""
-    name = writer.function(node.op, node, suffix="masked" if mask else "", **fields)
+    suffix = "masked" if mask else ""
     sizes = f"{writer.count(x) // shape[-1]}, {shape[-1]}, {integer(node, 'levels')}"
-    if node.op == "softmax":
+    if node.op == "softmax_shift":
+        fields |= {"exponential": "shift_exponential", "constants": "shift_exp_constants"}
+        constants = f"{integer(node, 'reciprocal_bits')}, {writer.shift_exp(node)}"
+        name = writer.function("softmax", node, suffix=f"shift{suffix}", **fields)
+    elif node.op == "softmax":
+        fields |= {"exponential": "exponential", "constants": "exp_constants"}
         constants = f"{integer(node, 'reciprocal_bits')}, {writer.exp(node)}"
+        name = writer.function("softmax", node, suffix=suffix, **fields)
     else:
+        name = writer.function(node.op, node, suffix=suffix, **fields)
         numbers = ", ".join(_literal(integer(node, key)) for key in ("lowest", "exp_bits", "exp_shift"))
         constants = f"{numbers}, {writer.table(node, 'exp_')}, {writer.table(node, 'reciprocal_')}"
     return f"{name}({writer.place(x)}, {arguments}{writer.place(node.output)}, {sizes}, {constants});"
@@ -346,11 +368,13 @@ def _norm(writer: _Writer, node: Node) -> str:
     weight, bias = writer.constant(node, "weight", "int32"), writer.constant(node, "bias", "int32")
     numbers = [integer(node, "epsilon"), integer(node, "shift")]
     if node.op.endswith("_table"):
-        kernel, last = "norm_table", f"{integer(node, 'output_bits')}, {writer.table(node)}"
+        name = writer.function("norm_table", node)
+        last = f"{integer(node, 'output_bits')}, {writer.table(node)}"
     else:
-        kernel, last = "norm", f"{integer(node, 'reciprocal_bits')}, {integer(node, 'output_bits')}"
+        suffix, root = ("shift", "shift_square_root") if node.op.endswith("_shift") else ("", "square_root")
+        name = writer.function("norm", node, suffix=suffix, root=root)
+        last = f"{integer(node, 'reciprocal_bits')}, {integer(node, 'output_bits')}"
     sizes = f"{writer.count(x) // length}, {length}, {', '.join(map(_literal, numbers))}"
-    name = writer.function(kernel, node)
     return f"{name}({writer.place(x)}, {writer.place(node.output)}, {weight}, {bias}, {sizes}, {last});"
 
 
@@ -387,6 +411,14 @@ def _positions(writer: _Writer, node: Node) -> str:
     batch, tokens = writer.shapes[ids]
     arguments = f"{writer.place(ids)}, {writer.place(node.output)}, {batch}, {tokens}, {integer(node, 'padding_index')}"
     return f"{writer.function('positions', node)}({arguments});"
+
+
+def _add_positions(writer: _Writer, node: Node) -> str:
+    (x,) = node.inputs
+    batch, patches, width = writer.shapes[x]
+    arguments = f"{writer.place(x)}, {writer.place(node.output)}, {writer.constant(node, 'table', 'int32')}"
+    sizes = f"{batch}, {patches}, {node.constants['table'].shape[0]}, {width}"
+    return f"{writer.function('add_positions', node)}({arguments}, {sizes});"
 
 
 def _relative_bias(writer: _Writer, node: Node) -> str:
@@ -451,6 +483,7 @@ _CALLS: dict[str, Callable[[_Writer, Node], str]] = {
     "table": _table, "sqrt": _elementwise(), "softmax": _softmax, "softmax_table": _softmax, "layer_norm": _norm,
     "rms_norm": _norm, "layer_norm_table": _norm, "rms_norm_table": _norm, "mean": _along_axis, "argmax": _along_axis,
     "masked_mean": _masked_mean, "avg_pool": _pool, "max_pool": _pool, "positions": _positions,
+    "gelu_shift": _gelu_shift, "softmax_shift": _softmax, "layer_norm_shift": _norm, "add_positions": _add_positions,
     "relative_bias": _relative_bias, "causal_mask": _causal_mask, "rope": _rope, "silu": _silu, "concat": _concat,
     "reshape": _copy, "permute": _copy, "slice": _copy,
 }  # fmt: skip
@@ -640,7 +673,7 @@ def _used_helpers(kernels: str) -> str:
         if re.search(rf"\b{name}\(", text):
             needed.append(block)
             text += block
-    return "\n".join(reversed(needed))
+    return Template("\n".join(reversed(needed))).substitute(sqrt_iterations=SQRT_ITERATIONS)
 
 
 def _test(writer: _Writer, inputs: Mapping[str, Tensor]) -> str:

@@ -157,17 +157,7 @@ def graph_inputs(model: Model, graph: IntegerGraph, batch: int, length: int) -> 
         if tokens.shape[1] > 2:
             inputs["attention_mask"][-1, -2:] = 0
         inputs.setdefault("token_type_ids", torch.zeros_like(tokens))
-    return {name: _quantized(graph, name, inputs[name].cpu()) for name in graph.inputs}
-
-
-def _quantized(graph: IntegerGraph, name: str, values: Tensor) -> Tensor:
-    """Quantize features by the scale of their input; token ids stay as they are."""
-    dtype = DTYPES[graph.inputs[name]]
-    if values.is_floating_point():
-        limits = torch.iinfo(dtype)
-        scale = torch.tensor(graph.scales[name], dtype=values.dtype)
-        values = (values / scale).round().clamp(limits.min, limits.max)
-    return values.to(dtype)
+    return {name: graph.quantize(name, inputs[name].cpu()).to(DTYPES[dtype]) for name, dtype in graph.inputs.items()}
 
 
 def save_onnx(

@@ -16,11 +16,13 @@ from torch import Tensor
 from smelt.errors import FormatError
 from smelt.export.attributes import integer, integers
 from smelt.runtime.integer.graph import IntegerGraph, Node
+from smelt.runtime.integer.shift_ops import SQRT_ITERATIONS
 from smelt.runtime.integer.table_ops import RECIPROCAL_INPUT_BITS, RESULT_BITS, RSQRT_INPUT_BITS
 
 OPSET = 20
 _NEWTON_STEPS = 8  # quadratic convergence from less than twice the root: 2^31 needs 6
 _EXP_NAMES = ("q_ln2", "q_b", "q_c", "max_halvings", "lift", "drop")
+_SHIFT_EXP_NAMES = ("q_one", "max_halvings", "lift", "drop")
 
 
 class GraphWriter:
@@ -108,6 +110,12 @@ class GraphWriter:
         """Return the length of an axis as a scalar, which may differ from run to run."""
         return self.op("Gather", self.op("Shape", x), self.constant(axis))
 
+    def pad_tokens(self, x: str, length: int) -> str:
+        """Add tokens of zeros before those of x [batch, tokens, width], up to a length."""
+        before, zero = self.subtract(length, self.axis_length(x, 1)), self.constant([0])
+        pads = self.op("Concat", zero, self.op("Unsqueeze", before, zero), self.constant([0, 0, 0, 0]), axis=0)
+        return self.op("Pad", x, pads)
+
     def _operand(self, value: str | int) -> str:
         return self.constant(value) if isinstance(value, int) else value
 
@@ -161,6 +169,25 @@ class IntegerOnnx:
         polynomial = writer.add(writer.multiply(rest, writer.add(rest, q_b)), q_c)
         divisor = writer.power_of_two(writer.add(halvings, drop))
         return writer.floor_divide(writer.multiply(polynomial, 1 << lift), divisor)
+
+    def shift_exp(self, x: str, node: Node) -> str:
+        writer = self.writer
+        q_one, max_halvings, lift, drop = (integer(node, name) for name in _SHIFT_EXP_NAMES)
+        x = writer.subtract(writer.add(x, writer.shift_right(x, 1)), writer.shift_right(x, 4))
+        x = writer.clip(x, -max_halvings * q_one, None)
+        halvings = writer.divide(writer.op("Neg", x), writer.constant(q_one))
+        rest = writer.add(x, writer.multiply(halvings, q_one))
+        line = writer.add(writer.shift_right(rest, 1), q_one)
+        return writer.floor_divide(writer.multiply(line, 1 << lift), writer.power_of_two(writer.add(halvings, drop)))
+
+    def shift_sqrt(self, x: str) -> str:
+        writer = self.writer
+        positive = writer.clip(x, 1, None)
+        bits = writer.add(self.floor_log2(positive), 1)
+        root = writer.power_of_two(writer.divide(bits, writer.constant(2)))
+        for _ in range(SQRT_ITERATIONS):
+            root = writer.divide(writer.add(writer.divide(positive, root), root), writer.constant(2))
+        return writer.select(writer.op("Greater", x, writer.constant(0)), root, 0)
 
     def square_root(self, x: str) -> str:
         writer = self.writer
@@ -248,6 +275,11 @@ def _positions(graph: IntegerOnnx, node: Node) -> str:
     return writer.add(writer.multiply(counts, visible), padding_index)
 
 
+def _add_positions(graph: IntegerOnnx, node: Node) -> str:
+    writer, x, table = graph.writer, graph.long(node.inputs[0]), node.constants["table"]
+    return writer.add(writer.pad_tokens(x, len(table)), writer.constant(table))
+
+
 def _relative_bias(graph: IntegerOnnx, node: Node) -> str:
     writer, x, table = graph.writer, graph.long(node.inputs[0]), node.constants["table"]
     queries, keys = (
@@ -325,6 +357,18 @@ def _concat(graph: IntegerOnnx, node: Node) -> str:
     return graph.writer.op("Concat", *node.inputs, axis=integer(node, "axis"))
 
 
+def _gelu_shift(graph: IntegerOnnx, node: Node) -> str:
+    writer, x = graph.writer, graph.long(node.inputs[0])
+    scaled = x
+    for bits in (1, 3, 4):
+        scaled = writer.add(scaled, writer.shift_right(x, bits))
+    exp = graph.shift_exp(writer.op("Neg", writer.op("Abs", scaled)), node)
+    one = graph.shift_exp(writer.constant(0), node)
+    numerator = writer.select(writer.op("Less", scaled, writer.constant(0)), exp, one)
+    numerator = writer.multiply(numerator, 1 << integer(node, "sigmoid_bits"))
+    return writer.multiply(x, writer.divide(numerator, writer.add(one, exp)))
+
+
 def _tanh(graph: IntegerOnnx, node: Node) -> str:
     writer, x, levels = graph.writer, graph.long(node.inputs[0]), integer(node, "levels")
     exp = graph.exp(writer.op("Neg", writer.op("Abs", x)), node)
@@ -345,7 +389,8 @@ def _sqrt(graph: IntegerOnnx, node: Node) -> str:
 def _softmax(graph: IntegerOnnx, node: Node) -> str:
     writer, x, levels = graph.writer, graph.long(node.inputs[0]), integer(node, "levels")
     bits = integer(node, "reciprocal_bits")
-    exp = _masked_exp(graph, node, x, lambda distance: graph.exp(distance, node))
+    exp_of = graph.shift_exp if node.op.endswith("_shift") else graph.exp
+    exp = _masked_exp(graph, node, x, lambda distance: exp_of(distance, node))
     total = writer.clip(writer.reduce("ReduceSum", exp, -1), 1, None)
     factor = writer.divide(writer.constant(levels << bits), total)
     return writer.round_shift(writer.multiply(exp, factor), bits)
@@ -394,7 +439,8 @@ def _norm(graph: IntegerOnnx, node: Node) -> str:
         normalized = writer.round_shift(writer.multiply(x, graph.table(mantissa, node)), bits)
     else:
         reciprocal_bits = integer(node, "reciprocal_bits")
-        root = writer.clip(writer.multiply(graph.square_root(squares), 1 << shift), 1, None)
+        square_root = graph.shift_sqrt if node.op.endswith("_shift") else graph.square_root
+        root = writer.clip(writer.multiply(square_root(squares), 1 << shift), 1, None)
         factor = writer.divide(writer.constant(1 << reciprocal_bits), root)
         normalized = writer.round_shift(writer.multiply(x, factor), reciprocal_bits - output_bits)
     scaled = writer.multiply(normalized, writer.constant(node.constants["weight"]))
@@ -459,10 +505,11 @@ def _slice(graph: IntegerOnnx, node: Node) -> str:
 
 _OPERATORS: dict[str, Callable[[IntegerOnnx, Node], str]] = {
     "linear": _linear, "matmul": _matmul, "conv1d": _convolution, "conv2d": _convolution, "embedding": _embedding,
-    "positions": _positions, "relative_bias": _relative_bias, "requantize": _requantize, "add": _add, "gelu": _gelu,
-    "tanh": _tanh, "table": _table, "sqrt": _sqrt, "softmax": _softmax, "softmax_table": _softmax_table,
-    "layer_norm": _norm, "rms_norm": _norm, "layer_norm_table": _norm, "rms_norm_table": _norm, "mean": _mean,
-    "masked_mean": _masked_mean, "avg_pool": _pool, "max_pool": _pool, "argmax": _argmax, "reshape": _reshape,
-    "permute": _permute, "slice": _slice, "concat": _concat, "causal_mask": _causal_mask, "rope": _rope,
-    "multiply": _multiply, "silu": _silu,
+    "positions": _positions, "add_positions": _add_positions, "relative_bias": _relative_bias,
+    "requantize": _requantize, "add": _add, "gelu": _gelu, "gelu_shift": _gelu_shift, "tanh": _tanh, "table": _table,
+    "sqrt": _sqrt, "softmax": _softmax, "softmax_table": _softmax_table, "softmax_shift": _softmax,
+    "layer_norm": _norm, "rms_norm": _norm, "layer_norm_table": _norm, "rms_norm_table": _norm,
+    "layer_norm_shift": _norm, "mean": _mean, "masked_mean": _masked_mean, "avg_pool": _pool, "max_pool": _pool,
+    "argmax": _argmax, "reshape": _reshape, "permute": _permute, "slice": _slice, "concat": _concat,
+    "causal_mask": _causal_mask, "rope": _rope, "multiply": _multiply, "silu": _silu,
 }  # fmt: skip

@@ -157,6 +157,12 @@ def writer_long(graph: QdqOnnx, name: str) -> str:
     return graph.writer.cast(graph.values[name], "int64")
 
 
+def _add_positions(graph: QdqOnnx, node: Node) -> None:
+    writer, x, table = graph.writer, graph.real(node.inputs[0]), node.constants["table"]
+    positions = graph.float(table * graph.scale(node.output))
+    graph.values[node.output] = writer.op("Add", writer.pad_tokens(x, len(table)), positions)
+
+
 def _relative_bias(graph: QdqOnnx, node: Node) -> None:
     writer, x, table = graph.writer, graph.real(node.inputs[0]), node.constants["table"]
     queries, keys = (
@@ -268,8 +274,9 @@ def _slice(graph: QdqOnnx, node: Node) -> None:
 
 _OPERATORS: dict[str, Callable[[QdqOnnx, Node], None]] = {
     "linear": _linear, "matmul": _matmul, "conv1d": _convolution, "conv2d": _convolution, "embedding": _embedding,
-    "positions": _positions, "relative_bias": _relative_bias, "requantize": _requantize, "add": _add, "gelu": _gelu,
-    "tanh": _tanh, "table": _table, "softmax": _softmax, "softmax_table": _softmax, "layer_norm": _norm,
-    "rms_norm": _norm, "layer_norm_table": _norm, "rms_norm_table": _norm, "mean": _mean, "avg_pool": _pool,
+    "positions": _positions, "add_positions": _add_positions, "relative_bias": _relative_bias,
+    "requantize": _requantize, "add": _add, "gelu": _gelu, "gelu_shift": _gelu, "tanh": _tanh, "table": _table,
+    "softmax": _softmax, "softmax_table": _softmax, "softmax_shift": _softmax, "layer_norm": _norm, "rms_norm": _norm,
+    "layer_norm_table": _norm, "rms_norm_table": _norm, "layer_norm_shift": _norm, "mean": _mean, "avg_pool": _pool,
     "max_pool": _pool, "reshape": _reshape, "permute": _permute, "slice": _slice,
 }  # fmt: skip

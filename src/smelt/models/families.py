@@ -754,7 +754,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name="vit",
-        model_types=("vit",),
+        model_types=("vit", "deit"),
         blocks="layers",
         residual="pre",
         attention=AttentionPaths(

@@ -161,6 +161,16 @@ class GraphBuilder:
         scale, bound = x.per_tensor_scale * cos.per_tensor_scale, x.bound * (cos.bound + sin.bound)
         return self.node("rope", [x, cos, sin], layer, dtype="int32", scale=scale, bound=bound)
 
+    def add_positions(self, x: QTensor, table: Tensor, layer: str) -> QTensor:
+        """Add a table [tokens, width] to patches, after rows of zeros for the tokens before them."""
+        quantized = (_finite(table, layer) / x.per_tensor_scale).round()
+        bound = x.bound + int(quantized.abs().max())
+        limit = torch.iinfo(torch.int32)
+        return self.node(
+            "add_positions", [x], layer, dtype="int32", scale=x.scale, bound=bound,
+            constants={"table": quantized.clamp(limit.min, limit.max).to(torch.int32)},
+        )  # fmt: skip
+
     def gelu(self, x: QTensor, layer: str) -> QTensor:
         """Apply i-GELU."""
         attributes, scale = gelu_constants(x.per_tensor_scale, x.bound, layer)

@@ -58,16 +58,21 @@ def exp_constants(scale: float, bits: int, layer: str) -> dict[str, int]:
 
 
 def softmax_constants(scale: float, length: int, layer: str, levels: int = 127) -> tuple[dict[str, int], float]:
-    """Return the constants of i-softmax over rows of up to `length`, and the probabilities' scale, `1 / levels`.
+    """Return the constants of i-softmax over rows of up to `length`, and the probabilities' scale, `1 / levels`."""
+    bits, reciprocal_bits = softmax_bits(length, layer, levels)
+    constants = exp_constants(scale, bits, layer)
+    return {"levels": levels, "reciprocal_bits": reciprocal_bits, **constants}, 1 / levels
+
+
+def softmax_bits(length: int, layer: str, levels: int) -> tuple[int, int]:
+    """Return the bits of exp(0) and of the reciprocal in a softmax over rows of up to `length`.
 
     exp has as many bits (20 at most) as an int32 sum over the row permits; the reciprocal of the sum fits into int32.
     """
     bits = min(20, 30 - length.bit_length())
     if bits < 8:
         raise ConversionError(f"{layer}: a softmax over {length} positions overflows int32; shorten the sequences.")
-    constants = exp_constants(scale, bits, layer)
-    reciprocal_bits = 31 + bits - 1 - levels.bit_length()
-    return {"levels": levels, "reciprocal_bits": reciprocal_bits, **constants}, 1 / levels
+    return bits, 31 + bits - 1 - levels.bit_length()
 
 
 def tanh_constants(scale: float, layer: str, levels: int = 127) -> tuple[dict[str, int], float]:

@@ -14,12 +14,10 @@ from smelt.runtime.integer.graph import IntegerGraph, Node
 from smelt.runtime.integer.run import Interpreter, token_inputs
 
 GraphInputs = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+# Operators whose result is that of their float module.
 _MODULE_OUTPUTS = (
-    "linear",
-    "layer_norm",
-    "rms_norm",
-    "embedding",
-)  # operators whose result is that of their float module
+    "linear", "layer_norm", "layer_norm_table", "layer_norm_shift", "rms_norm", "rms_norm_table", "embedding",
+)  # fmt: skip
 
 
 @dataclass
@@ -47,7 +45,7 @@ def layer_sqnr(
 ) -> list[LayerSqnr]:
     """Compare the output of every layer with the float network it was converted from, padding excluded.
 
-    The operators in `to_float` (of `NONLINEAR`) compute in float, to see what their integer form costs. `graph_inputs`
+    The functions in `to_float` (of `NONLINEAR`) compute in float, to see what their integer form costs. `graph_inputs`
     makes the inputs of the graph from a batch.
     """
     interpreter = float_interpreter(graph, to_float)
@@ -55,7 +53,8 @@ def layer_sqnr(
     for batch in batches:
         expected = _module_outputs(network, {rows[name].layer for name in rows}, batch)
         mask = batch.get("attention_mask")
-        for node, tensor in interpreter.trace(graph_inputs(batch)):
+        inputs = {name: graph.quantize(name, x) for name, x in graph_inputs(batch).items() if name in graph.inputs}
+        for node, tensor in interpreter.trace(inputs):
             if node.output in rows and node.layer in expected:
                 row, actual = rows[node.output], graph.dequantize(node.output, tensor).double()
                 reference = expected[node.layer].double().expand_as(actual)  # positions may have a batch of one
@@ -66,10 +65,11 @@ def layer_sqnr(
 
 
 def float_interpreter(graph: IntegerGraph, to_float: Collection[str]) -> Interpreter:
-    """Return an interpreter that computes some operators in float64 and rounds their results to their scale."""
+    """Return an interpreter that computes some functions of `NONLINEAR` in float64 and rounds their results to their
+    scale, in whatever integer form the graph has them."""
     interpreter = Interpreter(graph)
     for index, node in enumerate(graph.nodes):
-        if node.op in to_float:
+        if _function(node) in to_float:
             interpreter.functions[index] = _float_function(graph, node)
     return interpreter
 
@@ -83,10 +83,15 @@ def _float_function(graph: IntegerGraph, node: Node) -> Callable[..., Tensor]:
         values = x.double() * input_scale
         if mask is not None:
             values = values.masked_fill(mask == 0, -torch.inf)
-        results = _FLOAT[node.op](values, constants, float(input_scale), float(output_scale))
+        results = _FLOAT[_function(node)](values, constants, float(input_scale), float(output_scale))
         return (results / output_scale).round().to(torch.int64)
 
     return compute
+
+
+def _function(node: Node) -> str:
+    """Return the function of which an operator is a form; a lookup in a table alone does not say which."""
+    return node.op.removesuffix("_table").removesuffix("_shift")
 
 
 def _layer_norm(x: Tensor, constants: Mapping[str, Tensor | int], input_scale: float, output_scale: float) -> Tensor:

@@ -28,7 +28,7 @@ _LEAVES = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Tanh, nn.ReLU, 
 
 
 @dataclass(frozen=True)
-class _Layout:
+class EncoderLayout:
     """Where an encoder has what anatomies do not name."""
 
     norms: tuple[str, str]  # of a block: after attention, after the feed-forward
@@ -41,12 +41,12 @@ _TWO_LAYERS = (("classifier.dense", "tanh"), ("classifier.out_proj", ""))
 _BERT_NORMS = ("attention.output.LayerNorm", "output.LayerNorm")
 _DISTILBERT_NORMS = ("sa_layer_norm", "output_layer_norm")
 _LAYOUTS = {
-    "bert": _Layout(_BERT_NORMS, False, _POOLED),
-    "roberta": _Layout(_BERT_NORMS, True, _TWO_LAYERS),
-    "xlm-roberta": _Layout(_BERT_NORMS, True, _TWO_LAYERS),
-    "camembert": _Layout(_BERT_NORMS, True, _TWO_LAYERS),
-    "distilbert": _Layout(_DISTILBERT_NORMS, False, (("pre_classifier", "relu"), ("classifier", ""))),
-    "mpnet": _Layout(("attention.LayerNorm", "output.LayerNorm"), True, _TWO_LAYERS),
+    "bert": EncoderLayout(_BERT_NORMS, False, _POOLED),
+    "roberta": EncoderLayout(_BERT_NORMS, True, _TWO_LAYERS),
+    "xlm-roberta": EncoderLayout(_BERT_NORMS, True, _TWO_LAYERS),
+    "camembert": EncoderLayout(_BERT_NORMS, True, _TWO_LAYERS),
+    "distilbert": EncoderLayout(_DISTILBERT_NORMS, False, (("pre_classifier", "relu"), ("classifier", ""))),
+    "mpnet": EncoderLayout(("attention.LayerNorm", "output.LayerNorm"), True, _TWO_LAYERS),
 }  # fmt: skip
 
 
@@ -64,15 +64,21 @@ def check_encoder(network: PreTrainedModel) -> None:
         raise ConversionError(f"the head of {name} has no integer form; use an encoder or a sequence classifier.")
     if getattr(network.config, "is_decoder", False):
         raise ConversionError(f"{name} is a decoder, whose causal attention has no integer form here.")
-    activation = _activation(network)
-    if activation not in (*_GELU, "relu"):
-        path = next((path for path, _ in network.named_modules() if path.endswith(("act_fn", "activation"))), "config")
-        raise ConversionError(f"{path}: the activation {activation} has no integer form; gelu and relu have one.")
+    check_activation(network)
     for path, module in network.named_modules():
         is_leaf = not any(True for _ in module.children())
         known = isinstance(module, _LEAVES) or type(module).__module__ == "transformers.activations"
         if is_leaf and not known and any(True for _ in module.parameters()):
             raise ConversionError(f"{path}: {type(module).__name__} has no integer form.")
+
+
+def check_activation(network: PreTrainedModel) -> None:
+    """Raise if the activation of the blocks has no integer form, naming its layer."""
+    activation = _activation(network)
+    if activation not in (*_GELU, "relu"):
+        endings = ("act_fn", "activation", "activation_fn")
+        path = next((path for path, _ in network.named_modules() if path.endswith(endings)), "config")
+        raise ConversionError(f"{path}: the activation {activation} has no integer form; gelu and relu have one.")
 
 
 def observed_modules(network: PreTrainedModel) -> dict[str, nn.Module]:
@@ -88,18 +94,19 @@ def convert_encoder(
     `new_builder` makes the builder from the graph's inputs, and with it decides how functions are approximated.
     """
     check_encoder(network)
-    return _Conversion(network, ranges, new_builder).convert()
+    return EncoderConversion(network, ranges, new_builder).convert()
 
 
-class _Conversion(Conversion):
+class EncoderConversion(Conversion):
+    """Appends the nodes of an encoder to a builder; its parts are methods that other conversions use."""
+
     def __init__(
         self, network: PreTrainedModel, ranges: Mapping[str, ActivationRange], new_builder: NewBuilder
     ) -> None:
         super().__init__(network, ranges)
-        self.layout = _LAYOUTS[network.config.model_type]
+        self.layout, self.max_length = self._layout()
         self.anatomy = anatomy_of(network)
         self.base_path = next((path for path, module in network.named_modules() if module is network.base_model), "")
-        self.max_length = int(network.config.max_position_embeddings)
         self.builder = new_builder(self._inputs())
 
     def convert(self) -> IntegerGraph:
@@ -111,6 +118,11 @@ class _Conversion(Conversion):
         if self.network is not self.network.base_model:
             outputs = {LOGITS: self._head(hidden), **outputs}
         return self.builder.finish(outputs)
+
+    def _layout(self) -> tuple[EncoderLayout, int]:
+        """Return the layout of the network and the largest number of its tokens."""
+        config = self.network.config
+        return _LAYOUTS[config.model_type], int(config.max_position_embeddings)
 
     def _inputs(self) -> dict[str, str]:
         names = ["input_ids", "attention_mask"]
@@ -148,7 +160,7 @@ class _Conversion(Conversion):
         inner = self._activate(self._linear(hidden, up), up, _activation(self.network), down)
         return self._residual(down, inner, residual, after_feed_forward)
 
-    def _attention(self, part: Part, hidden: QTensor, mask: QTensor) -> QTensor:
+    def _attention(self, part: Part, hidden: QTensor, mask: QTensor | None) -> QTensor:
         builder, layer, output = self.builder, part.path, part.output.path
         heads = []
         for projection in part.input_projections:
@@ -183,9 +195,12 @@ class _Conversion(Conversion):
 
     def _residual(self, path: str, x: QTensor, residual: QTensor, norm: str) -> tuple[QTensor, QTensor]:
         """Multiply by the output projection, add the residual, and normalize."""
+        return self._norm(self._sum(path, x, residual, norm), norm)
+
+    def _sum(self, path: str, x: QTensor, residual: QTensor, norm: str) -> QTensor:
+        """Multiply by the output projection and add the residual, at the scale of the LayerNorm that reads the sum."""
         projected = self._to_norm_input(self._linear(x, path), norm, path)
-        skipped = self._to_norm_input(residual, norm, norm)
-        return self._norm(self.builder.add(projected, skipped, norm), norm)
+        return self.builder.add(projected, self._to_norm_input(residual, norm, norm), norm)
 
     def _norm(self, x: QTensor, path: str) -> tuple[QTensor, QTensor]:
         """Return the normalized values as int8, for matrix products, and as int32, for the residual."""

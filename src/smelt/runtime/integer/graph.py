@@ -88,6 +88,15 @@ class IntegerGraph:
             raise ModelError(f"The integer graph has no scale for its tensor {name!r}.")
         return values.to(torch.float32) * torch.tensor(self.scales[name], dtype=torch.float32, device=values.device)
 
+    def quantize(self, name: str, values: Tensor) -> Tensor:
+        """Return an input as integers: features by its scale, token ids as they are."""
+        dtype = DTYPES[self.inputs[name]]
+        if values.is_floating_point() and name in self.scales:
+            limits = torch.iinfo(dtype)
+            scale = torch.tensor(self.scales[name], dtype=values.dtype, device=values.device)
+            values = (values / scale).round().clamp(limits.min, limits.max).to(dtype)
+        return values
+
     def save(self, folder: Path) -> None:
         """Write the graph as JSON and its constants as safetensors."""
         constants = {

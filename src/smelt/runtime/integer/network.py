@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from smelt.models.program_network import ProgramNetwork
-from smelt.runtime.integer.graph import DTYPES, IntegerGraph
+from smelt.runtime.integer.graph import IntegerGraph
 from smelt.runtime.integer.run import Interpreter, preferred_backend, token_inputs
 
 
@@ -53,17 +53,9 @@ class IntegerNetwork(ProgramNetwork):
         """Run the graph; a missing attention mask attends to all tokens, missing token types are zero."""
         given = {"input_ids": input_ids, **inputs}
         values = token_inputs({name: value for name, value in given.items() if isinstance(value, Tensor)})
-        known = {name: self._quantized(name, values[name]) for name in self.graph.inputs if name in values}
+        known = {name: self.graph.quantize(name, values[name]) for name in self.graph.inputs if name in values}
         outputs = self.interpreter.run(known)
         return IntegerOutput(**{name: self.graph.dequantize(name, outputs[name]) for name in self.graph.outputs})
-
-    def _quantized(self, name: str, values: Tensor) -> Tensor:
-        if not values.is_floating_point() or name not in self.graph.scales:
-            return values
-        dtype = DTYPES[self.graph.inputs[name]]
-        limits = torch.iinfo(dtype)
-        scale = torch.tensor(self.graph.scales[name], dtype=values.dtype, device=values.device)
-        return (values / scale).round().clamp(limits.min, limits.max).to(dtype)
 
     def save_program(self, folder: Path) -> None:
         self.graph.save(folder)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from smelt.runtime.integer.shift_ops import gelu_shift, layer_norm_shift, softmax_shift
 from smelt.runtime.integer.table_ops import layer_norm_table, rms_norm_table, softmax_table, table
 
 # --- Linear operators: int8 operands, int32 sums. ---
@@ -58,6 +59,15 @@ def positions(ids: Tensor, *, padding_index: int) -> Tensor:
         return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     visible = (ids != padding_index).to(torch.int64)
     return visible.cumsum(1) * visible + padding_index
+
+
+def add_positions(x: Tensor, *, table: Tensor) -> Tensor:
+    """Add a table [tokens, width] to patches [batch, patches, width], after rows of zeros for the tokens before them.
+
+    The first rows of the table are class tokens with their positions.
+    """
+    before = table.shape[0] - x.shape[1]
+    return F.pad(x.to(torch.int64), (0, 0, before, 0)) + table.to(torch.int64)
 
 
 def relative_bias(x: Tensor, *, table: Tensor) -> Tensor:
@@ -251,11 +261,12 @@ def concat(a: Tensor, b: Tensor, *, axis: int) -> Tensor:
 
 OPERATORS: dict[str, Callable[..., Tensor]] = {
     "linear": linear, "matmul": matmul, "conv1d": conv1d, "conv2d": conv2d, "embedding": embedding,
-    "positions": positions, "relative_bias": relative_bias, "causal_mask": causal_mask,
+    "positions": positions, "add_positions": add_positions, "relative_bias": relative_bias, "causal_mask": causal_mask,
     "requantize": requantize, "add": add, "multiply": multiply, "rope": rope,
     "gelu": gelu, "silu": silu, "tanh": tanh, "table": table,
     "softmax": softmax, "layer_norm": layer_norm, "rms_norm": rms_norm, "sqrt": sqrt,
     "softmax_table": softmax_table, "layer_norm_table": layer_norm_table, "rms_norm_table": rms_norm_table,
+    "gelu_shift": gelu_shift, "softmax_shift": softmax_shift, "layer_norm_shift": layer_norm_shift,
     "mean": mean, "masked_mean": masked_mean, "avg_pool": avg_pool, "max_pool": max_pool, "argmax": argmax,
     "reshape": reshape, "permute": permute, "slice": slice_, "concat": concat,
 }  # fmt: skip
