@@ -124,7 +124,7 @@ def test_sqnr_per_layer_and_nonlinearities_in_float(new_builder: NewBuilder) -> 
     exact = Interpreter(graph).run(inputs)["logits"]
     for name in NONLINEAR:
         switched = float_interpreter(graph, [name]).run(inputs)["logits"]
-        assert torch.equal(switched, exact) == (name == "tanh"), name
+        assert torch.equal(switched, exact) == (name not in ("gelu", "softmax", "layer_norm")), name
 
 
 @pytest.mark.parametrize("nonlinear", ["i-bert", "nn-lut", "shift"])
