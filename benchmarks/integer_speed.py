@@ -1,17 +1,19 @@
 """Speed of an integer-only encoder: BERT-base shape, against float32 and onnxruntime's int8, in one run.
 
-    python benchmarks/integer_speed.py --work FOLDER [--shapes 1x128,8x128,32x128] [--prepare]
+    python benchmarks/integer_speed.py --work FOLDER [--shapes 1x128,8x128,32x128] [--threads N] [--prepare]
     python benchmarks/integer_speed.py --device cuda
 
 All sides run the same classifier with random weights (fine for time, never for quality) and take turns in every round.
 Models are prepared in the work folder once; onnxruntime gets its own fused operators (`onnxruntime.transformers`), then
-its dynamic and its static (QDQ) quantization with scales per channel. On a GPU the baseline is bfloat16, and both sides
-are captured CUDA graphs.
+its dynamic and its static (QDQ) quantization with scales per channel. With one thread, CPU time is measured instead of
+wall time, so that other processes count less. On a GPU the baseline is bfloat16, and both sides are captured CUDA
+graphs.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -41,10 +43,13 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("integer_speed"), help="folder of the prepared models")
     parser.add_argument("--shapes", default="1x128,8x128,32x128", help="batch x sequence length, separated by commas")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--name", help="of the results file")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--prepare", action="store_true", help="only prepare the models")
-    parser.add_argument("--resume", action="store_true", help="keep the shapes of earlier runs")
+    parser.add_argument("--resume", action="store_true", help="keep the other rows of earlier runs")
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     arguments.work.mkdir(exist_ok=True)
     network = bert_base()
     graph = integer_graph(network, arguments.work)
@@ -52,18 +57,25 @@ def main() -> None:
         models = onnx_models(network, arguments.work)
     if arguments.prepare:
         return
-    name = "integer_speed" if arguments.device == "cpu" else "integer_speed_gpu"
+    name = arguments.name or ("integer_speed" if arguments.device == "cpu" else "integer_speed_gpu")
     shapes = [tuple(int(size) for size in shape.split("x")) for shape in arguments.shapes.split(",")]
-    rows = [row for row in previous_rows(name, arguments.resume) if (row["batch"], row["length"]) not in shapes]
+    rows = [
+        row
+        for row in previous_rows(name, arguments.resume)
+        if row["threads"] != arguments.threads or (row["batch"], row["length"]) not in shapes
+    ]
     for batch, length in shapes:
         inputs = token_batch(batch, length)
         if arguments.device == "cpu":
             calls = cpu_calls(network, graph, models, inputs)
         else:
             calls = gpu_calls(network, graph, inputs)
-        rows.append({"batch": batch, "length": length, **compare(calls, arguments.rounds)})
+        is_wall_time = arguments.threads > 1 or arguments.device == "cuda"
+        comparison = compare(calls, arguments.rounds, time.perf_counter if is_wall_time else time.process_time)
+        settings = {"batch": batch, "length": length, "threads": arguments.threads, "load": os.getloadavg()[0]}
+        rows.append(settings | comparison)
         print(rows[-1], flush=True)
-    rows.sort(key=lambda row: (row["batch"], row["length"]))
+    rows.sort(key=lambda row: (-row["threads"], row["batch"], row["length"]))
     write(name, rows, _text(rows, arguments.device))
 
 
@@ -206,7 +218,7 @@ def checked_interpreter(graph: IntegerGraph, backend: str) -> Interpreter:
     return interpreter
 
 
-def compare(calls: dict[str, Call], rounds: int) -> dict[str, Any]:
+def compare(calls: dict[str, Call], rounds: int, clock: Callable[[], float]) -> dict[str, Any]:
     """Return milliseconds of every side, round by round, and the median of its ratios to the integer graph."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -214,9 +226,9 @@ def compare(calls: dict[str, Call], rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         for name, call in calls.items():
             time.sleep(PAUSE)
-            start = time.perf_counter()
+            start = clock()
             call()
-            times[name].append(1e3 * (time.perf_counter() - start))
+            times[name].append(1e3 * (clock() - start))
     medians = {name: statistics.median(values) for name, values in times.items()}
     ratios = {
         name: statistics.median(other / ours for other, ours in zip(values, times[INTEGER], strict=True))
@@ -228,17 +240,25 @@ def compare(calls: dict[str, Call], rounds: int) -> dict[str, Any]:
 def _text(rows: list[dict[str, Any]], device: str) -> str:
     sides = list(rows[0]["milliseconds"])
     lines = [
-        [f"{row['batch']} x {row['length']}", *(f"{row['milliseconds'][side]:.4g} ms" for side in sides),
+        [f"{row['batch']} x {row['length']}", *([_threads(row), f"{row['load']:.0f}"] if device == "cpu" else []),
+         *(f"{row['milliseconds'][side]:.4g} ms" for side in sides),
          *(f"{row['speedup'][side]:.2f}" for side in sides if side != INTEGER)]
         for row in rows
     ]  # fmt: skip
-    headings = ["batch x length", *sides, *(f"speed-up over {side}" for side in sides if side != INTEGER)]
-    threads = f"{torch.get_num_threads()} threads" if device == "cpu" else "CUDA graphs"
+    headings = [
+        "batch x length", *(["threads", "load average"] if device == "cpu" else []), *sides,
+        *(f"speed-up over {side}" for side in sides if side != INTEGER),
+    ]  # fmt: skip
+    how = "medians of wall time, or of CPU time with one thread" if device == "cpu" else "CUDA graphs"
     return (
         f"# An integer-only encoder of BERT-base shape ({device})\n\n"
-        f"12 layers of width 768, random weights, all tokens visible, {threads}; sides take turns in every round, and "
-        "a speed-up is the median of the ratios of the rounds.\n\n" + table(headings, lines)
+        f"12 layers of width 768, random weights, all tokens visible; {how}; sides take turns in every round, and a "
+        "speed-up is the median of the ratios of the rounds.\n\n" + table(headings, lines)
     )
+
+
+def _threads(row: dict[str, Any]) -> str:
+    return f"{row['threads']}" if row["threads"] > 1 else "1 (CPU time)"
 
 
 if __name__ == "__main__":
