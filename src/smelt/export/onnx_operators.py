@@ -90,9 +90,18 @@ class GraphWriter:
         half = self.power_of_two(self.subtract(bits, 1))
         return self.floor_divide(self.add(x, half), self.multiply(half, 2))
 
+    # Comparisons, since Max, Min and Clip of onnxruntime are wrong on x86 for int64 values that do not fit into int32
+    # (an error of Eigen, onnxruntime pull request 32475). ReduceMax and ReduceMin get int32 values only.
+
+    def maximum(self, a: str, b: str | int) -> str:
+        return self.select(self.op("Greater", a, self._operand(b)), a, b)
+
+    def minimum(self, a: str, b: str | int) -> str:
+        return self.select(self.op("Less", a, self._operand(b)), a, b)
+
     def clip(self, x: str, minimum: int | None, maximum: int | None) -> str:
-        x = x if minimum is None else self.op("Max", x, self.constant(minimum))
-        return x if maximum is None else self.op("Min", x, self.constant(maximum))
+        x = x if minimum is None else self.maximum(x, minimum)
+        return x if maximum is None else self.minimum(x, maximum)
 
     def reduce(self, kind: str, x: str, axis: int, *, keep: bool = True) -> str:
         return self.op(kind, x, self.constant([axis]), keepdims=int(keep))
@@ -195,7 +204,7 @@ class IntegerOnnx:
         root = writer.power_of_two(writer.count_at_least(positive, [4**bits for bits in range(31)]))
         for _ in range(_NEWTON_STEPS):
             smaller = writer.divide(writer.add(writer.divide(positive, root), root), writer.constant(2))
-            root = writer.op("Min", root, smaller)
+            root = writer.minimum(root, smaller)
         return writer.select(writer.op("Greater", x, writer.constant(0)), root, 0)
 
     def floor_log2(self, x: str) -> str:
@@ -473,7 +482,8 @@ def _pool(graph: IntegerOnnx, node: Node) -> str:
             "Slice", x, writer.constant(list(position)), writer.constant([end or 2**62 for end in ends]),
             writer.constant(axes), writer.constant(stride),
         )  # fmt: skip
-        result = piece if not result else writer.op("Add" if node.op == "avg_pool" else "Max", result, piece)
+        combine = writer.add if node.op == "avg_pool" else writer.maximum
+        result = piece if not result else combine(result, piece)
     return result
 
 
