@@ -14,7 +14,9 @@ from smelt.runtime.integer.builder import GraphBuilder, QTensor
 
 NewBuilder = Callable[[Mapping[str, str]], GraphBuilder]
 NORM_INPUT_MAX = 2**21 - 1
-DECODERS = ("llama", "mistral", "qwen2")  # with an integer form; encoders are in encoders.py
+# Model types with an integer form; those of encoders are in encoders.py.
+DECODERS = ("llama", "mistral", "qwen2")
+VISION_TYPES = ("deit", "vit")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,14 @@ from transformers import PreTrainedModel
 from smelt.errors import ConversionError
 from smelt.models.anatomy import Block, Part, anatomy_of
 from smelt.runtime.integer.builder import SCORE_SCALE, GraphBuilder, QTensor
-from smelt.runtime.integer.conversion import DECODERS, ActivationRange, Conversion, NewBuilder, channel_scales
+from smelt.runtime.integer.conversion import (
+    DECODERS,
+    VISION_TYPES,
+    ActivationRange,
+    Conversion,
+    NewBuilder,
+    channel_scales,
+)
 from smelt.runtime.integer.graph import IntegerGraph
 
 LOGITS, HIDDEN = "logits", "last_hidden_state"
@@ -55,9 +62,9 @@ def check_encoder(network: PreTrainedModel) -> None:
     kind = network.config.model_type
     if kind not in _LAYOUTS:
         raise ConversionError(
-            f"there is no integer form of {kind} networks; it exists for the encoders {', '.join(sorted(_LAYOUTS))}, "
-            f"and for the decoders {', '.join(DECODERS)}. For integer linear layers alone use rtn with "
-            "`input_activations: int8` and `static_activations: true`."
+            f"there is no integer form of {kind} networks; it exists for the encoders "
+            f"{', '.join(sorted([*_LAYOUTS, *VISION_TYPES]))}, and for the decoders {', '.join(DECODERS)}. For "
+            "integer linear layers alone use rtn with `input_activations: int8` and `static_activations: true`."
         )
     name = type(network).__name__
     if not name.endswith(("ForSequenceClassification", "Model")):

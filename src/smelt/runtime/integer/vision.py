@@ -18,11 +18,10 @@ from transformers import PreTrainedModel
 from smelt.errors import ConversionError
 from smelt.models.anatomy import Block
 from smelt.runtime.integer.builder import GraphBuilder, QTensor
-from smelt.runtime.integer.conversion import ActivationRange, NewBuilder, positive
+from smelt.runtime.integer.conversion import VISION_TYPES, ActivationRange, NewBuilder, positive
 from smelt.runtime.integer.encoders import HIDDEN, LOGITS, EncoderConversion, EncoderLayout, check_activation
 from smelt.runtime.integer.graph import IntegerGraph
 
-VISION_TYPES = ("deit", "vit")
 PIXELS = "pixel_values"
 _LEAVES = (nn.Linear, nn.LayerNorm, nn.Conv2d)  # with parameters
 _CLASS_TOKENS = ("cls_token", "distillation_token")

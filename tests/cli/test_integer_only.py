@@ -1,4 +1,4 @@
-"""An encoder becomes integers by the command line: saved, verified, gated, compared and inspected."""
+"""Models become integers by the command line: saved, verified, gated, compared and inspected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from smelt.models.load import load
-from tests.cli.conftest import Place, Smelt
+from smelt.runtime.integer.decoder_network import IntegerDecoder
+from tests.cli.conftest import Place, Smelt, llama_recipe
 
 
 def test_integer_only_ends_like_any_compression(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
@@ -51,6 +52,24 @@ def test_what_has_no_integer_form_is_one_sentence(place: Place, smelt_here: Smel
     smelt_here("compress", place / "bert", *arguments).refused("this network has none; name data")
 
 
-def test_decoder_is_refused_before_it_is_loaded(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
-    done = smelt_here("compress", place / "llama", "--method", "integer-only", "-o", str(tmp_path / "out"))
-    done.refused("there is no integer form of llama networks")
+def test_a_decoder_becomes_integers_with_its_kv_cache(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+    content = {**llama_recipe(place), "steps": [{"method": "integer-only"}]}
+    out, recipe = str(tmp_path / "out"), place.recipe("integer.yaml", content)
+    done = smelt_here("compress", place / "llama", "-r", recipe, "-o", out, "--max-drop", "5%", "--no-speed")
+    assert done.code == 0, done.err
+    assert "gate passed" in done.out
+    network = load(out).network
+    assert isinstance(network, IntegerDecoder)
+    ids = torch.arange(2, 8)[None]
+    step = network(ids, use_cache=True)
+    assert {layer.keys.dtype for layer in step.past_key_values.layers} == {torch.int8}
+    evaluated = smelt_here("eval", out, "--data", place / "text.txt", "--limit", "500")
+    assert evaluated.code == 0, evaluated.err
+
+
+def test_another_type_is_refused_before_it_is_loaded(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+    shutil.copytree(place / "llama", tmp_path / "gemma")
+    config = json.loads((tmp_path / "gemma" / "config.json").read_text())
+    (tmp_path / "gemma" / "config.json").write_text(json.dumps({**config, "model_type": "gemma"}))
+    done = smelt_here("compress", str(tmp_path / "gemma"), "--method", "integer-only", "-o", str(tmp_path / "out"))
+    done.refused("there is no integer form of gemma networks")
