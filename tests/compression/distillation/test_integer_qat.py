@@ -70,6 +70,12 @@ def test_the_change_of_bytes_is_three_of_four_per_weight() -> None:
     assert METHODS.build({"method": "integer-qat"}).bytes_change(anatomy) == -3 * sum(weights)
 
 
+@pytest.mark.parametrize("name", ["llama", "vit"])
+def test_other_networks_are_refused(name: str) -> None:
+    with pytest.raises(RecipeError, match=f"trains encoders of text, not {name} networks; use integer-only"):
+        METHODS.build({"method": "integer-qat"}).check(Model(BUILDS[name]()).anatomy)
+
+
 def test_other_quantizers_are_refused() -> None:
     with pytest.raises(RecipeError, match="remove `weights`, `inputs` and `exclude`"):
         METHODS.build({"method": "integer-qat", "inputs": {"quantizer": "minmax"}})

@@ -69,11 +69,17 @@ def test_gradients_are_those_of_the_dequantized_layer() -> None:
     assert torch.allclose(x.grad, expected.grad, atol=1e-4, rtol=1e-4)
 
 
-def test_what_qlora_cannot_train_is_refused() -> None:
+def test_what_qlora_cannot_train_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="remove `inputs`"):
         METHODS.build("qlora", inputs={"quantizer": "lsq"})
     model = packed()
     METHODS.build("qlora", **SETTINGS).check(model.anatomy)
+    teacher = BUILDS["llama"]()
+    teacher.resize_token_embeddings(5)
+    teacher.save_pretrained(tmp_path / "teacher")
+    with pytest.raises(ModelError, match="has a vocabulary of 5 tokens"):
+        taught = {**SETTINGS, "teacher": str(tmp_path / "teacher"), "losses": [{"loss": "logits"}]}
+        METHODS.build("qlora", **taught).check(model.anatomy)
     layer = next(iter(quantized_layers(model.network).values()))
     layer.add_low_rank_factors(torch.zeros(2, layer.in_features), torch.zeros(layer.out_features, 2))
     with pytest.raises(ModelError, match="low-rank adapters already"):

@@ -17,7 +17,7 @@ from smelt.errors import RecipeError
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
 from smelt.numerics.gradient import straight_through
-from smelt.runtime.integer.conversion import ActivationRange
+from smelt.runtime.integer.conversion import DECODERS, VISION_TYPES, ActivationRange
 from smelt.runtime.integer.debug import layer_sqnr
 from smelt.runtime.integer.encoders import check_encoder, convert_encoder, observed_modules
 from smelt.runtime.integer.graph import IntegerGraph
@@ -48,7 +48,11 @@ class IntegerQat(DistilledTraining):
             )
 
     def check(self, anatomy: Anatomy) -> None:
+        kind = anatomy.network.config.model_type
+        if kind in (*DECODERS, *VISION_TYPES):
+            raise RecipeError(f"integer-qat trains encoders of text, not {kind} networks; use integer-only.")
         check_encoder(anatomy.network)
+        self.check_teacher(anatomy)
 
     def reshape(self, anatomy: Anatomy, undecided: Mapping[str, UndecidedWidth]) -> Mapping[str, UndecidedWidth]:
         return undecided

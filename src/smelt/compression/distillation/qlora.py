@@ -51,6 +51,7 @@ class Qlora(DistilledTraining):
         layers = quantized_layers(anatomy.network)
         if not layers:
             super().check(anatomy)
+        self.check_teacher(anatomy)
         for path, layer in layers.items():
             if layer.scheme.rank:
                 raise ModelError(f"{path} has low-rank adapters already; start from the model without them.")

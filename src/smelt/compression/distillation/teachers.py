@@ -78,6 +78,10 @@ class DistilledTraining(QuantizationAwareTraining):
 
     def check(self, anatomy: Anatomy) -> None:
         super().check(anatomy)
+        self.check_teacher(anatomy)
+
+    def check_teacher(self, anatomy: Anatomy) -> None:
+        """Raise if the teacher has another vocabulary, by its config alone."""
         if self.teacher is None or self.teacher == SOURCE or not self.needs_teacher:
             return
         theirs, ours = (
