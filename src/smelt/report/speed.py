@@ -53,7 +53,8 @@ def engine_sentence(run: Run) -> str:
     shares = ", ".join(f"{row['share_of_roofline']:.0%} at {row['streams']}" for row in after["rows"])
     bandwidth = f"{after['copy_bandwidth'] / 1e9:,.0f} GB/s"
     return (
-        f"Timed in the engine that serves the model ({after['backend']}). Linear layers: {layers}. "
+        f"Timed in the engine that serves the model ({after['backend']}). "
+        f"{f'Linear layers: {layers}. ' if layers else ''}"
         f"Share of the roofline, which is reading all weights once per step at the {bandwidth} of a large copy, "
         f"by streams: {shares}."
     )
