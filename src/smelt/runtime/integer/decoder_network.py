@@ -26,7 +26,7 @@ class IntegerDecoderOutput(ModelOutput):
 
 
 class IntegerDecoder(IntegerNetwork, GenerationMixin):
-    """Runs an integer graph with a KV cache of transformers that holds int8 keys and values."""
+    """Runs an integer graph with a KV cache of transformers in int8."""
 
     program: ClassVar[str] = "integer-decoder"
 
@@ -46,9 +46,7 @@ class IntegerDecoder(IntegerNetwork, GenerationMixin):
         """Run tokens [batch, tokens] after the cached ones; the mask [batch, cached and new tokens] marks padding."""
         cache = DynamicCache(config=self.config) if past_key_values is None else past_key_values
         if not isinstance(cache, DynamicCache):
-            raise ModelError(
-                "an integer-only decoder keeps int8 keys and values itself; leave out the KV cache format."
-            )
+            raise ModelError("an integer-only decoder has an int8 KV cache of its own; leave out the KV cache format.")
         inputs = decoder_inputs(self.outline, input_ids, attention_mask, position_ids, cache)
         outputs = self.interpreter.run(inputs)
         for layer in range(self.config.num_hidden_layers):

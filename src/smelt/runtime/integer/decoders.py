@@ -38,12 +38,12 @@ _BALANCE = 0.75  # exponent of the activations in the scales that weights absorb
 
 
 def past_names(layer: int) -> tuple[str, str]:
-    """Return the names of a layer's inputs with the keys and values of earlier tokens."""
+    """Return the names of a layer's inputs for the KV cache of earlier tokens."""
     return f"past_key_values.{layer}.key", f"past_key_values.{layer}.value"
 
 
 def present_names(layer: int) -> tuple[str, str]:
-    """Return the names of a layer's outputs with the keys and values of all tokens."""
+    """Return the names of a layer's outputs for the KV cache of all tokens."""
     return f"present.{layer}.key", f"present.{layer}.value"
 
 
