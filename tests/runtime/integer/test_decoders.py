@@ -59,6 +59,44 @@ def test_integer_decoder_is_close_to_the_float_decoder(name: str, new_builder: N
     assert outputs["present.2.key"].shape == (3, 2, 29, 8)
 
 
+def test_outlier_channels_of_keys_cost_no_resolution() -> None:
+    """Pairs of channels that RoPE rotates are ten times as large in the keys and a tenth in the queries."""
+    errors = []
+    for factor in (1.0, 10.0):
+        network, ids = BUILDS["llama"](), tokens()
+        with torch.no_grad():
+            for layer in network.model.layers:
+                layer.self_attn.q_proj.weight.mul_(8)  # so that attention depends on the scores
+                for projection, scale in ((layer.self_attn.k_proj, factor), (layer.self_attn.q_proj, 1 / factor)):
+                    projection.weight.unflatten(0, (-1, 2, 4))[:, :, 0] *= scale
+            expected = network(ids).logits
+        graph = converted(network)
+        logits = graph.dequantize("logits", Interpreter(graph).run(decoder_inputs(network, ids))["logits"])
+        errors.append(float((logits - expected).square().mean().sqrt()))
+    assert errors[1] < 1.2 * errors[0]
+
+
+def test_outlier_channels_of_activations_are_shared_with_the_weights() -> None:
+    """One channel behind the norms is thirty times as large, and the weights that read it a thirtieth."""
+    errors = []
+    for factor in (1.0, 30.0):
+        network, ids = BUILDS["llama"](), tokens()
+        with torch.no_grad():
+            for layer in network.model.layers:
+                attention = (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
+                feed_forward = (layer.mlp.gate_proj, layer.mlp.up_proj)
+                norms = (layer.input_layernorm, attention), (layer.post_attention_layernorm, feed_forward)
+                for norm, readers in norms:
+                    norm.weight[5] *= factor
+                    for reader in readers:
+                        reader.weight[:, 5] /= factor
+            expected = network(ids).logits
+        graph = converted(network)
+        logits = graph.dequantize("logits", Interpreter(graph).run(decoder_inputs(network, ids))["logits"])
+        errors.append(float((logits - expected).square().mean().sqrt()))
+    assert errors[1] < 1.3 * errors[0]
+
+
 @BUILDERS
 def test_decoding_with_a_cache_gives_the_bits_of_the_whole_text(new_builder: NewBuilder) -> None:
     network, ids = decoder("llama", new_builder), tokens()
