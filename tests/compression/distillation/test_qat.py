@@ -246,7 +246,7 @@ def test_speqs_teacher() -> None:
     assert torch.equal(own, same) and not torch.equal(own, high) and not torch.equal(*drawn)
     running = {name: value for name, value in network.state_dict().items() if "num_batches" not in name}
     assert all(torch.equal(value, before[name]) for name, value in running.items())
-    assert {layer.input_bits for layer in fake_quantized_layers(network).values()} == {2}
+    assert {layer.other_input_bits for layer in fake_quantized_layers(network).values()} == {None}
 
 
 def test_samples_are_padded_split_and_augmented_repeatably() -> None:

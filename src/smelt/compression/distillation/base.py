@@ -96,6 +96,7 @@ class QuantizationAwareTraining(Method):
     precision: str = "off"  # or bf16: of forward and backward
     gradient_checkpointing: bool = False  # keep fewer activations, and compute blocks twice
     compile: bool = False  # forward and backward by torch.compile: takes minutes first, then fuses the rounding
+    cuda_graphs: bool = True  # on one GPU: replay forward and backward as CUDA graphs; false: kernel by kernel
     max_grad_norm: float | None = 1.0  # gradients of a larger norm are scaled down to it; null: never
     augment: bool = False  # crop and flip images randomly
     exclude: tuple[str, ...] = ()  # layers whose path contains one of these stay in float
@@ -234,6 +235,7 @@ class QuantizationAwareTraining(Method):
             student, train, validation, _has_accuracy(model), saves_model=False,
             log_values=partial(_mean_learned, network),
             on_step=lambda step: setattr(student, "intervention", self.intervention(step)),
+            graph_state=student.graph_state,
         )  # fmt: skip
         try:
             if teacher is not None:
@@ -341,6 +343,7 @@ class QuantizationAwareTraining(Method):
             max_grad_norm=self.max_grad_norm, optimizer=self.optimizer, schedule=self.schedule,
             gradients=self.gradients, evaluate=EvaluateConfig(every=self.checkpoint_every, samples=1_000_000),
             checkpoint=CheckpointConfig(every=self.checkpoint_every), device=device.type, compile=self.compile,
+            cuda_graphs=self.cuda_graphs and not self.gradient_checkpointing,  # which saves the state of random numbers
         )  # fmt: skip
 
 

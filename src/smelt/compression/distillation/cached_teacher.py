@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,6 +31,8 @@ SHARD_SIZE = 256  # samples per file: an interrupted run goes on with the next o
 
 class CachedTeacher(NetworkTeacher):
     """The logits of another teacher, which is not needed any more once training begins."""
+
+    capturable: ClassVar[bool] = False  # it reads files
 
     def __init__(self, teacher: NetworkTeacher, top_k: int) -> None:
         self._teacher: NetworkTeacher | None = teacher

@@ -150,7 +150,7 @@ class StepSizeLayer(FakeQuantizedLayer):
         number_format, qparams = quantized.format, quantized.qparams
         assert isinstance(number_format, Integer)
         self.path, self.scheme, self.format = path, packed.scheme, number_format
-        self.inputs, self.inputs_enabled, self.input_bits = None, False, 0
+        self.inputs, self.inputs_enabled, self.other_input_bits = None, False, None
         self.columns, self.bias = packed.in_features, packed.bias
         self.register_buffer("codes", quantized.codes)  # uint8 [out, in]
         self.register_buffer("zero", qparams.zero)  # [out, groups, 1]; None: symmetric

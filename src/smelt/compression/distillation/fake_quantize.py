@@ -34,8 +34,8 @@ class FakeQuantizedLayer(nn.Module):
         self.shape = ConvShape.of(layer) if isinstance(layer, nn.Conv1d | nn.Conv2d) else None
         self.weight_learned = nn.ParameterDict(weights.init(linear_weight(layer)))
         self.input_learned = nn.ParameterDict()
-        self.input_bits = 0 if inputs is None else inputs.bits  # of the next forward pass
         self.inputs_enabled = inputs is not None
+        self.other_input_bits: tuple[int, Tensor] | None = None  # other bits of the inputs, and whether they count: []
 
     @torch.no_grad()
     def init_inputs(self, x: Tensor) -> None:
@@ -47,11 +47,20 @@ class FakeQuantizedLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.inputs is not None and self.inputs_enabled:
-            x = self.inputs.fake_quantize(x.float(), self.input_bits, dict(self.input_learned.items())).to(x.dtype)
+            x = self._fake_quantize_inputs(x.float()).to(x.dtype)
         weight = self.weights.fake_quantize(linear_weight(self.layer), dict(self.weight_learned.items())).to(x.dtype)
         if self.shape is None:
             return F.linear(x, weight, self.layer.bias)
         return self.shape.outputs(self.shape.convolve(self.shape.images(x), weight, self.layer.bias), x)
+
+    def _fake_quantize_inputs(self, x: Tensor) -> Tensor:
+        assert self.inputs is not None
+        learned = dict(self.input_learned.items())
+        rounded = self.inputs.fake_quantize(x, self.inputs.bits, learned)
+        if self.other_input_bits is None:
+            return rounded
+        bits, is_chosen = self.other_input_bits
+        return torch.where(is_chosen, self.inputs.fake_quantize(x, bits, learned), rounded)
 
     def penalty(self) -> Tensor | float:
         """Return the layer's own term of the loss."""
@@ -137,14 +146,16 @@ def float_inputs(network: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def input_bits(network: nn.Module, bits: Mapping[str, int]) -> Iterator[None]:
-    """Quantize the inputs of these layers with other bits inside the context."""
-    layers = fake_quantized_layers(network)
-    for path, number in bits.items():
-        layers[path].input_bits = number
+def other_input_bits(network: nn.Module, bits: int, chosen: Tensor) -> Iterator[None]:
+    """Quantize the inputs of the chosen layers, [layers], with other bits inside the context.
+
+    The choice is a tensor, so that a CUDA graph can draw it anew in each replay.
+    """
+    layers = list(fake_quantized_layers(network).values())
+    for layer, is_chosen in zip(layers, chosen, strict=True):
+        layer.other_input_bits = bits, is_chosen
     try:
         yield
     finally:
-        for path in bits:
-            quantizer = layers[path].inputs
-            layers[path].input_bits = 0 if quantizer is None else quantizer.bits
+        for layer in layers:
+            layer.other_input_bits = None

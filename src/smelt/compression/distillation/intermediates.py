@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import eager_mask
+from transformers.masking_utils import sdpa_mask
 
 from smelt.compression.base import Batch
 from smelt.errors import ModelError
@@ -246,5 +246,16 @@ def _attention(
     return observed.observe(CONTEXTS, index, context), maps
 
 
+def _mask(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Tensor | None:
+    """Return transformers' mask as zeros and the smallest value, which are added to the scores.
+
+    Unlike its own mask for eager attention this copies nothing from the CPU, which a CUDA graph could not.
+    """
+    visible = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+    if visible is None:
+        return None
+    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+
+
 AttentionInterface.register(ATTN_IMPLEMENTATION, _attention)
-AttentionMaskInterface.register(ATTN_IMPLEMENTATION, eager_mask)
+AttentionMaskInterface.register(ATTN_IMPLEMENTATION, _mask)

@@ -111,7 +111,7 @@ class AdaptedLayer(FakeQuantizedLayer):
     def __init__(self, packed: QuantizedLinear, path: str, rank: int, generator: torch.Generator) -> None:
         nn.Module.__init__(self)
         self.path, self.packed = path, packed
-        self.inputs, self.inputs_enabled, self.input_bits = None, False, 0
+        self.inputs, self.inputs_enabled, self.other_input_bits = None, False, None
         self.weight_learned, self.input_learned = nn.ParameterDict(), nn.ParameterDict()
         self.adapter = Adapter(packed, rank, pooled=False)
         self.adapter.init_gaussian(generator)

@@ -12,7 +12,7 @@ from torch import nn
 
 from smelt.compression.base import METHODS, Batch, within
 from smelt.compression.distillation.base import QuantizationAwareTraining
-from smelt.compression.distillation.fake_quantize import fake_quantized_layers, input_bits
+from smelt.compression.distillation.fake_quantize import fake_quantized_layers, other_input_bits
 from smelt.compression.distillation.losses import Cosine, Labels, LossTerm
 from smelt.compression.distillation.quantizers import ActivationQuantizer, WeightQuantizer
 from smelt.compression.distillation.quantizers.pact import Pact
@@ -29,12 +29,11 @@ class StochasticPrecisionTeacher(NetworkTeacher):
     probability: float
     high_bits: int
 
-    @torch.compiler.disable  # each step has other bits, for which a compiled network would be compiled again
+    @torch.compiler.disable  # changes attributes of modules, for which a compiled network would be compiled again
     def outputs(self, student: Student, batch: Batch) -> Any:
-        layers = fake_quantized_layers(student.network)
-        drawn = torch.rand(len(layers)) < self.probability
-        bits = {path: self.high_bits for path, high in zip(layers, drawn.tolist(), strict=True) if high}
-        with input_bits(student.network, bits), frozen_running_statistics(student.network):
+        device = next(student.network.parameters()).device
+        drawn = torch.rand(len(fake_quantized_layers(student.network)), device=device) < self.probability
+        with other_input_bits(student.network, self.high_bits, drawn), frozen_running_statistics(student.network):
             return student.observed(batch)
 
 

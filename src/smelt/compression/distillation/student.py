@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from smelt.progress import Progress
 
 class NetworkTeacher:
     """Computes outputs that the student learns from, without gradients."""
+
+    capturable: ClassVar[bool] = True  # in a CUDA graph: the kernels follow from the shapes of the batch alone
 
     def begin(self, student: Student, samples: Samples, folder: Path, batch_size: int, progress: Progress) -> None:
         """Prepare for the training samples; what is worth keeping goes into the folder."""
@@ -52,6 +55,13 @@ class Student(nn.Module):
         taught = self.taught(batch)
         outputs = self.observed(self.inputs(batch), self.intervention, taught)
         return NetworkOutputs(outputs.logits, self.loss(outputs, taught, batch))
+
+    def graph_state(self) -> Hashable:
+        """Return what the kernels of a step depend on; None if they cannot be captured as a CUDA graph."""
+        teacher = self._teacher[0]
+        if teacher is not None and not teacher.capturable:
+            return None
+        return (self.intervention,)
 
     def taught(self, batch: Batch) -> Any:
         """Return the teacher's outputs, or None without a teacher."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from smelt.config import parse, suggest
@@ -63,11 +64,11 @@ def check_single_momentum(compressor: Compressor | None, optimizer_has_momentum:
 
 
 class GradientSync:
-    """Synchronizes the gradients of a DDP model: by a compressor, or by DDP itself."""
+    """Synchronizes the gradients of a DDP model by a compressor or by DDP itself; one rank without needs neither."""
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        model: nn.Module,
         compressor: Compressor | None,
         settings: CompressionSettings,
         bucket_cap_mb: float | None,
@@ -79,6 +80,7 @@ class GradientSync:
         self._world_size = torch.distributed.get_world_size()
         self.compression: BucketedCompression | None = None
         if compressor is not None:
+            assert isinstance(model, DistributedDataParallel)
             self.compression = compress_gradients(
                 model, compressor, settings, bucket_cap_mb=bucket_cap_mb, optimizer=optimizer, scaler=scaler
             )

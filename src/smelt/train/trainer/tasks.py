@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ class TrainingTask:
     metadata: dict[str, Any] = field(default_factory=dict)  # for run.json
     log_values: Callable[[], dict[str, float]] = dict  # added to the log entry of each step
     on_step: Callable[[int], None] = lambda step: None  # called before each step with its number, from 0
+    # What the kernels of a step depend on beside the shapes of its batch; None: it cannot be captured as a CUDA graph.
+    graph_state: Callable[[], Hashable] = lambda: ()
     saves_model: bool = True  # at the end; false: whoever runs it goes on with the network in memory
 
     @property

@@ -35,6 +35,7 @@ from smelt.train.timing import PhaseTimer
 from smelt.train.trainer import checkpoint
 from smelt.train.trainer.checkpoint import TrainProgress, TrainState
 from smelt.train.trainer.config import TrainConfig
+from smelt.train.trainer.cuda_graphs import CudaGraphs
 from smelt.train.trainer.dataloader import Batch, ShuffledSampler, batch_start
 from smelt.train.trainer.gradient_sync import GradientSync, build_compressor
 from smelt.train.trainer.optimizer import (
@@ -75,17 +76,17 @@ class Trainer:
         self.scaler = grad_scaler_for(config, device)
         self.optimizer = build_optimizer(self.task.network, config)
         self.comm.require_equal(json.dumps([config.to_json(), self.task.metadata]), "configuration and data")
-        device_ids = [device.index] if device.type == "cuda" else None
-        self.model = DistributedDataParallel(self.task.network, device_ids=device_ids, gradient_as_bucket_view=True)
+        compressor = build_compressor(config.gradients)
+        self.model = self.task.network
+        is_alone = self.comm.world_size == 1 and compressor is None
+        if not is_alone:
+            device_ids = [device.index] if device.type == "cuda" else None
+            self.model = DistributedDataParallel(self.task.network, device_ids=device_ids, gradient_as_bucket_view=True)
         self.gradient_sync = GradientSync(
-            self.model,
-            build_compressor(config.gradients),
-            config.exchange,
-            config.bucket_cap_mb,
-            self.optimizer,
-            self.scaler,
-            self.timer,
+            self.model, compressor, config.exchange, config.bucket_cap_mb, self.optimizer, self.scaler, self.timer
         )
+        can_capture = is_alone and device.type == "cuda" and config.cuda_graphs
+        self.cuda_graphs = CudaGraphs(self._forward_backward, device, self.timer) if can_capture else None
         self.progress = TrainProgress(world_size=self.comm.world_size)
         self._decision: dict[str, Any] | None = None  # of `auto`
         self.sampler = ShuffledSampler(len(self.task.train), config.seed)
@@ -182,7 +183,7 @@ class Trainer:
         losses: list[Tensor] = []
 
         def run() -> None:
-            losses.extend(map(self._forward_backward, range(self.config.gradient_accumulation_steps)))
+            losses.extend(map(self._run_micro_step, range(self.config.gradient_accumulation_steps)))
 
         if self.low_precision.converted and self.progress.step == 0:
             self._low_precision_facts = {**self.low_precision.to_json(), **count_gemm_flops(run)}
@@ -193,17 +194,24 @@ class Trainer:
             run()
         return losses
 
-    def _forward_backward(self, micro_step: int) -> Tensor:
+    def _run_micro_step(self, micro_step: int) -> Tensor:
         """Run forward and backward of one batch and return its loss, []; the last micro-step sends the gradients."""
-        config, is_last = self.config, micro_step == self.config.gradient_accumulation_steps - 1
         with self.timer.phase("data"):
             batch = self._next_batch(micro_step)
-        with nullcontext() if is_last else self.model.no_sync():
-            with self.timer.phase("forward"), autocast(config.precision, self.device):
-                loss = self.model(**batch, **self.task.forward_kwargs).loss
-            with self.timer.phase("backward"):
-                scaled = loss / config.gradient_accumulation_steps
-                (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+        if self.cuda_graphs is not None and (state := self.task.graph_state()) is not None:
+            return self.cuda_graphs(batch, state)
+        is_last = micro_step == self.config.gradient_accumulation_steps - 1
+        with nullcontext() if is_last or self.model is self.task.network else self.model.no_sync():
+            return self._forward_backward(batch)
+
+    def _forward_backward(self, batch: Batch) -> Tensor:
+        """Add the gradients of a batch and return its loss, []."""
+        config = self.config
+        with self.timer.phase("forward"), autocast(config.precision, self.device):
+            loss = self.model(**batch, **self.task.forward_kwargs).loss
+        with self.timer.phase("backward"):
+            scaled = loss / config.gradient_accumulation_steps
+            (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
         detached: Tensor = loss.detach()
         return detached
 
@@ -247,7 +255,7 @@ class Trainer:
                     f"the gradients of step {step} are not finite even at the smallest loss scale; use bf16, or check "
                     "the data."
                 )
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=self.cuda_graphs is None)  # graphs add to gradients where they are
         return not math.isfinite(grad_norm)
 
     def _raise_diverged(self, source: str) -> NoReturn:
