@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.triton_device import DEVICE  # isort: skip  (chooses the interpreter)
-from smelt.kernels.gpu.integer import GpuKernels, tile_for
+from smelt.kernels.gpu.integer import GpuKernels, Tile, tile_for
 from smelt.kernels.integer import integer_kernels
 from smelt.kernels.integer_interface import Add, NormConstants, Steps
 from smelt.runtime.integer import ops
@@ -142,9 +142,9 @@ def test_a_whole_encoder() -> None:
 
 
 def test_tiles_follow_the_shape() -> None:
-    assert tile_for(1, 4096, 768, 768)[:2] == (128, 128)
-    assert tile_for(1, 128, 768, 768)[:2] == (64, 64)
-    assert tile_for(1, 1, 768, 20)[:3] == (16, 64, 32)
+    assert tile_for(1, 4096, 768, 768) == Tile(128, 128, 128, 4, 3)
+    assert tile_for(1, 128, 768, 768) == Tile(64, 64, 128, 4, 4)
+    assert tile_for(1, 1, 768, 20) == Tile(16, 64, 32, 4, 4)
 
 
 @pytest.mark.gpu
