@@ -154,8 +154,9 @@ def test_a_gpu_uses_the_kernels(batch: int, length: int) -> None:
     assert isinstance(integer_kernels("cuda"), GpuKernels)
     graph = random_encoder(layers=1, width=768, heads=12, inner=3072, positions=1024)
     inputs = token_batch(batch, length)
-    expected = Interpreter(graph, "cpu").run(inputs)
+    inputs = {name: tensor.cuda() for name, tensor in inputs.items()}
     for node in graph.nodes:
         node.constants.update({name: tensor.cuda() for name, tensor in node.constants.items()})
-    actual = Interpreter(graph, "gpu").run({name: tensor.cuda() for name, tensor in inputs.items()})
-    assert all(same(actual[name], tensor) for name, tensor in expected.items())
+    expected = Interpreter(graph).run(inputs)
+    actual = Interpreter(graph, "gpu").run(inputs)
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())

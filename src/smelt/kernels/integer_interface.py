@@ -133,7 +133,7 @@ class IntegerKernels(ABC):
         """Pack an int8 weight [channels, columns] for activations of int8, or of uint8."""
 
     def join(self, weights: Sequence[PackedWeight]) -> PackedWeight | None:
-        """Return the weights of layers with the same input as one, their channels in order; None if that saves nothing."""
+        """Return the weights of layers with the same input as one, their channels in order; None to keep them."""
         return None
 
     @abstractmethod

@@ -124,7 +124,7 @@ class GpuKernels(IntegerKernels):
         if mask is not None and visible.stride(3) != 1:
             visible = visible.contiguous()
         block_n = max(triton.next_power_of_2(keys), 32)
-        block_m = 64 if block_n <= 128 else 32 if block_n <= 256 else 16
+        block_m, warps = attention_tile(block_n)
         score, last = (
             prepare(s, query.device)[0] if s.steps else PreparedStep(out, NONE) for s in (score_steps, steps)
         )
@@ -133,7 +133,7 @@ class GpuKernels(IntegerKernels):
             *value.stride()[:3], *visible.stride()[:3], softmax_tensor(softmax, query.device), score.constants,
             last.constants, SCORE=score.form, LAST=last.form, NARROW=softmax_form(softmax, keys),
             HAS_MASK=mask is not None, MASK_ROWS=visible.stride(2) != 0, BLOCK_M=block_m, BLOCK_N=block_n,
-            BLOCK_D=max(triton.next_power_of_2(head_dim), 32), num_warps=4,
+            BLOCK_D=max(triton.next_power_of_2(head_dim), 32), num_warps=warps,
         )  # fmt: skip
         return out.transpose(1, 2)
 
@@ -208,6 +208,11 @@ def tile_for(batch: int, m: int, n: int, k: int) -> Tile:
     if m <= 16:
         return Tile(16, 64, depth, 4, 4)
     return Tile(64, 64, depth, 4, 4)
+
+
+def attention_tile(keys: int) -> tuple[int, int]:
+    """Return the queries and warps of a program of attention over so many keys."""
+    return (64 if keys <= 128 else 32 if keys <= 256 else 16), 4
 
 
 def _has_descriptor(x: Tensor) -> bool:

@@ -149,7 +149,7 @@ def _prepare_requantize(step: Requantize, device: torch.device) -> PreparedStep:
         form, limit = _WIDE, int((reach + 1) / smallest) + 1 if smallest > 0 else 2**31
         if limit <= _INT32_MAX and limit * largest + 1 < _INT32_MAX:
             form = _LIMITED
-    header = torch.tensor([step.minimum, step.maximum, min(limit, _INT32_MAX)], dtype=torch.int32)
+    header = torch.tensor([step.minimum, step.maximum, min(limit, _INT32_MAX), 0], dtype=torch.int32)
     constants = torch.cat([header, multiplier.to(torch.int32), shift.to(torch.int32)]).to(device)
     channels = multiplier.numel()
     return PreparedStep(constants, 1 + form + _PER_CHANNEL * (channels > 1), channels)

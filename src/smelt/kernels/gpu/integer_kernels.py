@@ -1,7 +1,7 @@
-"""Device functions and kernels of integer-only networks in Triton; `integer.py` packs their constants and starts them.
+"""Device functions and kernels of integer-only networks in Triton; `integer.py` starts them.
 
-On tensor cores int8 products are cheaper than what follows, so that 64-bit arithmetic is left out wherever the constants
-show that 32 bits give the same result.
+On tensor cores int8 products are cheaper than what follows, so that 64-bit arithmetic is left out wherever the
+constants show that 32 bits give the same result.
 """
 
 from __future__ import annotations
@@ -9,48 +9,75 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from smelt.kernels.gpu.arch import PTX
+
+_PTX = tl.constexpr(PTX)
+
 
 @triton.jit
-def requantize(x, constants, channel, channels, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Requantize int32 x; constants: minimum, maximum, limit, multipliers [channels], shifts [channels].
+def multiply_high(x, y):  # type: ignore[no-untyped-def]
+    """Return the upper half of the product of int32 x and y."""
+    if _PTX:  # where a factor comes from another layout, the compiler multiplies 64 by 64 bits
+        return tl.inline_asm_elementwise("mul.hi.s32 $0, $1, $2;", "=r,r,r", [x, y], tl.int32, is_pure=True, pack=1)
+    return ((x.to(tl.int64) * y.to(tl.int64)) >> 32).to(tl.int32)
 
-    The product has 64 bits. Its upper half is enough for shifts above 32, and from 31 on the result fits 32 bits before
-    it is clamped; for smaller shifts x is clamped first, to a limit that the results of all channels reach.
+
+@triton.jit
+def multiply_shift(x, y, half, shift):  # type: ignore[no-untyped-def]
+    """Return (x * y + half) >> shift, which fits int32, of int32 x, y and shift and int64 half."""
+    if _PTX:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 p; mad.wide.s32 p, $1, $2, $3; shr.s64 p, p, $4; cvt.u32.u64 $0, p; }", "=r,r,r,l,r",
+            [x, y, half, shift], tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return ((x.to(tl.int64) * y.to(tl.int64) + half) >> shift.to(tl.int64)).to(tl.int32)
+
+
+@triton.jit
+def requantize(x, constants, channel, inside, channels, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Requantize int32 x; constants: minimum, maximum, limit, 0, multipliers [channels], shifts [channels].
+
+    `inside`: the channels that exist. The product has 64 bits. Its upper half is enough for shifts above 32, and from
+    31 on the result fits 32 bits before it is clamped; for smaller shifts x is clamped first, to a limit that the
+    results of all channels reach.
     """
     PER_CHANNEL: tl.constexpr = (FORM - 1) % 2 == 1
     ARITHMETIC: tl.constexpr = (FORM - 1) % 8 // 2
     CLAMPED: tl.constexpr = FORM <= 8
     if PER_CHANNEL:
-        multiplier, shift = tl.load(constants + 3 + channel), tl.load(constants + 3 + channels + channel)
+        multiplier = tl.load(constants + 4 + channel, mask=inside, other=33)
+        shift = tl.load(constants + 4 + channels + channel, mask=inside, other=33)
     else:
-        multiplier, shift = tl.load(constants + 3), tl.load(constants + 4)
+        multiplier, shift = tl.load(constants + 4), tl.load(constants + 5)
     low, high = tl.load(constants), tl.load(constants + 1)
     if ARITHMETIC == 2:
         limit = tl.load(constants + 2)
         x = tl.minimum(tl.maximum(x, -limit), limit)
-    product = x.to(tl.int64) * multiplier.to(tl.int64)
     if ARITHMETIC == 3:
         half = tl.full([], 1, tl.int32) << (shift - 33)
-        result = ((product >> 32).to(tl.int32) + half) >> (shift - 32)
+        result = (multiply_high(x, multiplier) + half) >> (shift - 32)
     else:
         half = (tl.full([], 1, tl.int64) << shift.to(tl.int64)) >> 1
-        result = (product + half) >> shift.to(tl.int64)
         if ARITHMETIC == 0:
-            result = tl.minimum(tl.maximum(result, low.to(tl.int64)), high.to(tl.int64))
-        result = result.to(tl.int32)
+            result = (x.to(tl.int64) * multiplier.to(tl.int64) + half) >> shift.to(tl.int64)
+            result = tl.minimum(tl.maximum(result, low.to(tl.int64)), high.to(tl.int64)).to(tl.int32)
+        else:
+            result = multiply_shift(x, multiplier, half, shift)
     if CLAMPED and ARITHMETIC > 0:
         result = tl.minimum(tl.maximum(result, low), high)
     return result
 
 
 @triton.jit
-def add_operand(x, row, channel, width, inside, operand, rows, constants, channels, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
+def add_operand(  # type: ignore[no-untyped-def]
+    x, row, channel, width, inside, in_row, operand, rows, constants, channels, FORM: tl.constexpr
+):
     """Add an operand [rows, width], whose rows repeat."""
     if FORM == 0:
         return x
     other = tl.load(operand + (row % rows).to(tl.int64) * width + channel, mask=inside, other=0).to(tl.int32)
     if FORM >= 2:
-        other = requantize(other, constants, channel, channels, FORM - 1)
+        other = requantize(other, constants, channel, in_row, channels, FORM - 1)
     return x + other
 
 
@@ -87,13 +114,9 @@ def table_lookup(x, constants, entries):  # type: ignore[no-untyped-def]
 @triton.jit
 def tanh(x, constants):  # type: ignore[no-untyped-def]
     """Return levels * tanh(x), rounded half away from zero; constants: levels and those of i-exp of twice x."""
-    levels, q_ln2, q_b, q_c = (
-        tl.load(constants),
-        tl.load(constants + 1),
-        tl.load(constants + 2),
-        tl.load(constants + 3),
-    )
-    max_halvings, lift, drop = tl.load(constants + 4), tl.load(constants + 5), tl.load(constants + 6)
+    levels, q_ln2, q_b = tl.load(constants), tl.load(constants + 1), tl.load(constants + 2)
+    q_c, max_halvings = tl.load(constants + 3), tl.load(constants + 4)
+    lift, drop = tl.load(constants + 5), tl.load(constants + 6)
     wide = x.to(tl.int64)
     exp = exp_of_distance(tl.abs(wide), q_ln2, q_b, q_c, max_halvings, lift, drop)
     one = (q_c << lift) >> drop
@@ -104,15 +127,15 @@ def tanh(x, constants):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def apply_chain(  # type: ignore[no-untyped-def]
-    x, row, channel, width, inside, first, first_channels, add1, add1_rows, add1_constants, add1_channels, add2,
+    x, row, channel, width, inside, in_row, first, first_channels, add1, add1_rows, add1_constants, add1_channels, add2,
     add2_rows, add2_constants, add2_channels, activation, entries, last, last_channels, FIRST: tl.constexpr,
     ADD1: tl.constexpr, ADD2: tl.constexpr, ACTIVATION: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Apply a chain of steps to int32 x, of `width` channels."""
+    """Apply a chain of steps to int32 x, of `width` channels; `in_row`: the channels that exist."""
     if FIRST:
-        x = requantize(x, first, channel, first_channels, FIRST)
-    x = add_operand(x, row, channel, width, inside, add1, add1_rows, add1_constants, add1_channels, ADD1)
-    x = add_operand(x, row, channel, width, inside, add2, add2_rows, add2_constants, add2_channels, ADD2)
+        x = requantize(x, first, channel, in_row, first_channels, FIRST)
+    x = add_operand(x, row, channel, width, inside, in_row, add1, add1_rows, add1_constants, add1_channels, ADD1)
+    x = add_operand(x, row, channel, width, inside, in_row, add2, add2_rows, add2_constants, add2_channels, ADD2)
     if ACTIVATION == 1 or ACTIVATION == 3:
         x = gelu(x, activation, ACTIVATION == 3)
     if ACTIVATION == 2:
@@ -120,7 +143,7 @@ def apply_chain(  # type: ignore[no-untyped-def]
     if ACTIVATION == 4:
         x = tanh(x, activation)
     if LAST:
-        x = requantize(x, last, channel, last_channels, LAST)
+        x = requantize(x, last, channel, in_row, last_channels, LAST)
     return x
 
 
@@ -133,7 +156,7 @@ def gemm_kernel(  # type: ignore[no-untyped-def]
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Multiply int8 a [batch, m, k] and b [batch, n, k] -> [batch, m, n]; TMA: descriptors of one a [m, k], b [n, k]."""
+    """Multiply int8 a [batch, m, k] and b [batch, n, k] -> [batch, m, n]; TMA: by descriptors, batch 1."""
     # Programs in groups of GROUP_M rows of tiles, so that tiles of b are reused from the L2 cache.
     program, rows, columns = tl.program_id(0), tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     group = program // (GROUP_M * columns)
@@ -165,12 +188,12 @@ def gemm_kernel(  # type: ignore[no-untyped-def]
             b_tile += BLOCK_K
     row, column = row[:, None], column[None, :]
     inside = (row < m) & (column < n)
-    channel = tl.where(column < n, column, 0)
+    in_row = column < n
     if HAS_BIAS:
-        acc += tl.load(bias + channel)
+        acc += tl.load(bias + column, mask=in_row, other=0)
     acc = apply_chain(
-        acc, row, channel, n, inside, first, first_channels, add1, add1_rows, add1_constants, add1_channels, add2,
-        add2_rows, add2_constants, add2_channels, activation, entries, last, last_channels, FIRST, ADD1, ADD2,
+        acc, row, column, n, inside, in_row, first, first_channels, add1, add1_rows, add1_constants, add1_channels,
+        add2, add2_rows, add2_constants, add2_channels, activation, entries, last, last_channels, FIRST, ADD1, ADD2,
         ACTIVATION, LAST,
     )  # fmt: skip
     tl.store(out + (batch * m + row) * n + column, acc.to(out.dtype.element_ty), mask=inside)
@@ -188,9 +211,9 @@ def map_kernel(  # type: ignore[no-untyped-def]
     inside = index < numel
     values = tl.load(x + index, mask=inside, other=0).to(tl.int32)
     values = apply_chain(
-        values, index // width, index % width, width, inside, first, first_channels, add1, add1_rows, add1_constants,
-        add1_channels, add2, add2_rows, add2_constants, add2_channels, activation, entries, last, last_channels,
-        FIRST, ADD1, ADD2, ACTIVATION, LAST,
+        values, index // width, index % width, width, inside, inside, first, first_channels, add1, add1_rows,
+        add1_constants, add1_channels, add2, add2_rows, add2_constants, add2_channels, activation, entries, last,
+        last_channels, FIRST, ADD1, ADD2, ACTIVATION, LAST,
     )  # fmt: skip
     tl.store(out + index, values.to(out.dtype.element_ty), mask=inside)
 
@@ -239,8 +262,7 @@ def softmax_rows(  # type: ignore[no-untyped-def]
         factor = (levels << reciprocal_bits) // tl.maximum(tl.sum(exps, 1), 1).to(tl.int64)
         bits = reciprocal_bits.to(tl.int32) - 32
         half = tl.full([], 1, tl.int32) << (bits - 1)
-        upper = (exps.to(tl.int64) * factor.to(tl.int32).to(tl.int64)[:, None] >> 32).to(tl.int32)
-        return (upper + half) >> bits
+        return (multiply_high(exps, factor.to(tl.int32)[:, None]) + half) >> bits
     q_ln2, q_b, q_c = tl.load(constants + 2), tl.load(constants + 3), tl.load(constants + 4)
     max_halvings, lift, drop = tl.load(constants + 5), tl.load(constants + 6), tl.load(constants + 7)
     distance = tl.maximum(peak.to(tl.int64)[:, None] - scores.to(tl.int64), 0)
@@ -291,11 +313,11 @@ def attention_kernel(  # type: ignore[no-untyped-def]
             visible = tl.load(mask + position[None, :], visible, 0) != 0
     scores = tl.dot(q, tl.trans(k), out_dtype=tl.int32)
     if SCORE:
-        scores = requantize(scores, score, 0, 1, SCORE)
+        scores = requantize(scores, score, 0, True, 1, SCORE)
     probabilities = softmax_rows(scores, visible, constants, NARROW).to(tl.int8)
     result = tl.dot(probabilities, v, out_dtype=tl.int32)
     if LAST:
-        result = requantize(result, last, 0, 1, LAST)
+        result = requantize(result, last, 0, True, 1, LAST)
     target = ((batch * queries + row[:, None]) * heads + inner) * head_dim + channel[None, :]
     tl.store(out + target, result.to(out.dtype.element_ty), mask=q_inside)
 
@@ -330,11 +352,10 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     channel = tl.arange(0, BLOCK)
     inside = channel < length
     values = tl.load(x + row * length + channel, mask=inside, other=0).to(tl.int32)
-    index = tl.where(inside, channel, 0)
     values = apply_chain(
-        values, row, index, length, inside, first, first_channels, add1, add1_rows, add1_constants, add1_channels, add2,
-        add2_rows, add2_constants, add2_channels, activation, entries, last, last_channels, FIRST, ADD1, ADD2,
-        ACTIVATION, LAST,
+        values, row, channel, length, inside, inside, first, first_channels, add1, add1_rows, add1_constants,
+        add1_channels, add2, add2_rows, add2_constants, add2_channels, activation, entries, last, last_channels, FIRST,
+        ADD1, ADD2, ACTIVATION, LAST,
     )  # fmt: skip
     if not NARROW:
         values = values.to(tl.int64)
@@ -352,15 +373,22 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     one = tl.full([], 1, tl.int64)
     factor = (one << reciprocal_bits) // tl.maximum(root, 1)
     excess = reciprocal_bits - output_bits
-    normalized = ((values.to(tl.int64) * factor + (one << (excess - 1))) >> excess).to(tl.int32)
-    result = normalized * tl.load(weight + index)
+    half = one << (excess - 1)
+    if NARROW:
+        if factor < 2147483648:
+            normalized = multiply_shift(values, factor.to(tl.int32), half, excess)
+        else:
+            normalized = ((values.to(tl.int64) * factor + half) >> excess).to(tl.int32)
+    else:
+        normalized = ((values * factor + half) >> excess).to(tl.int32)
+    result = normalized * tl.load(weight + channel, mask=inside, other=0)
     if CENTERED:
-        result += tl.load(bias + index)
+        result += tl.load(bias + channel, mask=inside, other=0)
     if OUT2 == 1:
         tl.store(out2 + row * length + channel, result.to(out2.dtype.element_ty), mask=inside)
     if OUT2 >= 2:
-        second = requantize(result, out2_constants, index, out2_channels, OUT2 - 1)
+        second = requantize(result, out2_constants, channel, inside, out2_channels, OUT2 - 1)
         tl.store(out2 + row * length + channel, second.to(out2.dtype.element_ty), mask=inside)
     if OUT >= 2:
-        result = requantize(result, out_constants, index, out_channels, OUT - 1)
+        result = requantize(result, out_constants, channel, inside, out_channels, OUT - 1)
     tl.store(out + row * length + channel, result.to(out.dtype.element_ty), mask=inside)
