@@ -42,7 +42,10 @@ NORM_WARPS = 2  # what is computed once per row, every warp computes
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile of a product: its size, warps and pipeline stages, and whether the copy engine (TMA) fetches operands."""
+    """A tile of a product: its size, warps and pipeline stages.
+
+    tma: the copy engine fetches the operands. splits: parts of the columns that are requantized one after another.
+    """
 
     rows: int
     columns: int
@@ -50,6 +53,8 @@ class Tile:
     warps: int
     stages: int
     tma: bool = False
+    splits: int = 1
+    registers: int | None = None  # at most, per thread
 
 
 TILES: dict[tuple[int, int, int], Tile] = {}  # measured on one shape (m, n, k)
@@ -98,8 +103,8 @@ class GpuKernels(IntegerKernels):
             _descriptor(b, tile.columns, tile.depth) if is_described else b,
             bias if bias is not None else out, out, m, n, k, inner, *a.stride()[:3], *b.stride()[:3],
             **chain.arguments, HAS_BIAS=bias is not None, EVEN_K=k % tile.depth == 0, BLOCK_M=tile.rows,
-            BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP_M=8, TMA=is_described, num_warps=tile.warps,
-            num_stages=tile.stages,
+            BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP_M=8, TMA=is_described, SPLITS=tile.splits,
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         )  # fmt: skip
         return self.map(out, rest, dtype, operands[chain.operands :]) if rest.steps else out
 
@@ -204,7 +209,8 @@ def tile_for(batch: int, m: int, n: int, k: int) -> Tile:
         return TILES[m, n, k]
     depth = 128 if k >= 128 else max(triton.next_power_of_2(k), 32)
     if batch * triton.cdiv(m, 128) * triton.cdiv(n, 128) >= 128:
-        return Tile(128, 128, depth, 4, 3)  # two programs per multiprocessor: one multiplies, one requantizes
+        # Two programs per multiprocessor: one multiplies, one requantizes; without splits, registers would spill.
+        return Tile(128, 128, depth, 4, 3, splits=4)
     if m <= 16:
         return Tile(16, 64, depth, 4, 4)
     return Tile(64, 64, depth, 4, 4)

@@ -141,13 +141,14 @@ def _prepare_requantize(step: Requantize, device: torch.device) -> PreparedStep:
     multiplier, shift = torch.broadcast_tensors(step.multiplier.flatten().cpu(), step.shift.flatten().cpu())
     numbers = list(zip(multiplier.tolist(), shift.tolist(), strict=True))
     smallest, largest = min(m / 2.0**s for m, s in numbers), max(m / 2.0**s for m, s in numbers)
-    reach, limit = max(abs(step.minimum), abs(step.maximum)), 0
-    if min(shift.tolist()) >= 31:
-        form = _HIGH if min(shift.tolist()) >= 33 else _NARROW
+    least, limit = min(shift.tolist()), 0
+    if least >= 32:
+        form = _HIGH if least >= 33 else _NARROW
         form += _UNCLAMPED * (largest * 2**31 + 1 <= min(-step.minimum, step.maximum))
     else:
-        form, limit = _WIDE, int((reach + 1) / smallest) + 1 if smallest > 0 else 2**31
-        if limit <= _INT32_MAX and limit * largest + 1 < _INT32_MAX:
+        reach = max(abs(step.minimum), abs(step.maximum)) + 1
+        form, limit = _WIDE, int(reach / smallest) + 1 if smallest > 0 else 2**31
+        if least > 0 and limit <= _INT32_MAX and 2 * (limit * largest + 1) <= _INT32_MAX:
             form = _LIMITED
     header = torch.tensor([step.minimum, step.maximum, min(limit, _INT32_MAX), 0], dtype=torch.int32)
     constants = torch.cat([header, multiplier.to(torch.int32), shift.to(torch.int32)]).to(device)

@@ -23,14 +23,14 @@ def multiply_high(x, y):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def multiply_shift(x, y, half, shift):  # type: ignore[no-untyped-def]
-    """Return (x * y + half) >> shift, which fits int32, of int32 x, y and shift and int64 half."""
+def multiply_shift(x, y, shift):  # type: ignore[no-untyped-def]
+    """Return x * y >> shift, which fits int32, of int32 x, y and shift."""
     if _PTX:
         return tl.inline_asm_elementwise(
-            "{ .reg .b64 p; mad.wide.s32 p, $1, $2, $3; shr.s64 p, p, $4; cvt.u32.u64 $0, p; }", "=r,r,r,l,r",
-            [x, y, half, shift], tl.int32, is_pure=True, pack=1,
+            "{ .reg .b64 p; mul.wide.s32 p, $1, $2; shr.s64 p, p, $3; cvt.u32.u64 $0, p; }", "=r,r,r,r",
+            [x, y, shift], tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
-    return ((x.to(tl.int64) * y.to(tl.int64) + half) >> shift.to(tl.int64)).to(tl.int32)
+    return ((x.to(tl.int64) * y.to(tl.int64)) >> shift.to(tl.int64)).to(tl.int32)
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def requantize(x, constants, channel, inside, channels, FORM: tl.constexpr):  # 
     """Requantize int32 x; constants: minimum, maximum, limit, 0, multipliers [channels], shifts [channels].
 
     `inside`: the channels that exist. The product has 64 bits. Its upper half is enough for shifts above 32, and from
-    31 on the result fits 32 bits before it is clamped; for smaller shifts x is clamped first, to a limit that the
+    32 on twice the result fits 32 bits before it is clamped; for smaller shifts x is clamped first, to a limit that the
     results of all channels reach.
     """
     PER_CHANNEL: tl.constexpr = (FORM - 1) % 2 == 1
@@ -57,12 +57,12 @@ def requantize(x, constants, channel, inside, channels, FORM: tl.constexpr):  # 
         half = tl.full([], 1, tl.int32) << (shift - 33)
         result = (multiply_high(x, multiplier) + half) >> (shift - 32)
     else:
-        half = (tl.full([], 1, tl.int64) << shift.to(tl.int64)) >> 1
         if ARITHMETIC == 0:
+            half = (tl.full([], 1, tl.int64) << shift.to(tl.int64)) >> 1
             result = (x.to(tl.int64) * multiplier.to(tl.int64) + half) >> shift.to(tl.int64)
             result = tl.minimum(tl.maximum(result, low.to(tl.int64)), high.to(tl.int64)).to(tl.int32)
         else:
-            result = multiply_shift(x, multiplier, half, shift)
+            result = (multiply_shift(x, multiplier, shift - 1) + 1) >> 1
     if CLAMPED and ARITHMETIC > 0:
         result = tl.minimum(tl.maximum(result, low), high)
     return result
@@ -148,13 +148,35 @@ def apply_chain(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def store_tile(  # type: ignore[no-untyped-def]
+    acc, bias, out, batch, row, first_column, m, n, first, first_channels, add1, add1_rows, add1_constants,
+    add1_channels, add2, add2_rows, add2_constants, add2_channels, activation, entries, last, last_channels,
+    FIRST: tl.constexpr, ADD1: tl.constexpr, ADD2: tl.constexpr, ACTIVATION: tl.constexpr, LAST: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Add the bias to the sums of a tile, apply a chain and store the results."""
+    column = first_column + tl.arange(0, acc.shape[1])
+    row, column = row[:, None], column[None, :]
+    inside = (row < m) & (column < n)
+    in_row = column < n
+    if HAS_BIAS:
+        acc += tl.load(bias + column, mask=in_row, other=0)
+    acc = apply_chain(
+        acc, row, column, n, inside, in_row, first, first_channels, add1, add1_rows, add1_constants, add1_channels,
+        add2, add2_rows, add2_constants, add2_channels, activation, entries, last, last_channels, FIRST, ADD1, ADD2,
+        ACTIVATION, LAST,
+    )  # fmt: skip
+    tl.store(out + (batch * m + row) * n + column, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def gemm_kernel(  # type: ignore[no-untyped-def]
     a, b, bias, out, m, n, k, inner, a_outer, a_inner, a_row, b_outer, b_inner, b_row,
     first, first_channels, add1, add1_rows, add1_constants, add1_channels, add2, add2_rows, add2_constants,
     add2_channels, activation, entries, last, last_channels,
     FIRST: tl.constexpr, ADD1: tl.constexpr, ADD2: tl.constexpr, ACTIVATION: tl.constexpr, LAST: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, TMA: tl.constexpr,
+    GROUP_M: tl.constexpr, TMA: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Multiply int8 a [batch, m, k] and b [batch, n, k] -> [batch, m, n]; TMA: by descriptors, batch 1."""
     # Programs in groups of GROUP_M rows of tiles, so that tiles of b are reused from the L2 cache.
@@ -186,17 +208,31 @@ def gemm_kernel(  # type: ignore[no-untyped-def]
             acc = tl.dot(x, tl.trans(y), acc, out_dtype=tl.int32)
             a_tile += BLOCK_K
             b_tile += BLOCK_K
-    row, column = row[:, None], column[None, :]
-    inside = (row < m) & (column < n)
-    in_row = column < n
-    if HAS_BIAS:
-        acc += tl.load(bias + column, mask=in_row, other=0)
-    acc = apply_chain(
-        acc, row, column, n, inside, in_row, first, first_channels, add1, add1_rows, add1_constants, add1_channels,
-        add2, add2_rows, add2_constants, add2_channels, activation, entries, last, last_channels, FIRST, ADD1, ADD2,
-        ACTIVATION, LAST,
-    )  # fmt: skip
-    tl.store(out + (batch * m + row) * n + column, acc.to(out.dtype.element_ty), mask=inside)
+    if SPLITS == 1:
+        store_tile(
+            acc, bias, out, batch, row, first_column, m, n, first, first_channels, add1, add1_rows, add1_constants,
+            add1_channels, add2, add2_rows, add2_constants, add2_channels, activation, entries, last, last_channels,
+            FIRST, ADD1, ADD2, ACTIVATION, LAST, HAS_BIAS,
+        )  # fmt: skip
+    else:  # constants of fewer channels are in registers at a time
+        HALF: tl.constexpr = BLOCK_N // 2
+        parts = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, HALF]), [0, 2, 1]))
+        for half in tl.static_range(2):
+            if SPLITS == 2:
+                store_tile(
+                    parts[half], bias, out, batch, row, first_column + half * HALF, m, n, first, first_channels, add1,
+                    add1_rows, add1_constants, add1_channels, add2, add2_rows, add2_constants, add2_channels,
+                    activation, entries, last, last_channels, FIRST, ADD1, ADD2, ACTIVATION, LAST, HAS_BIAS,
+                )  # fmt: skip
+            else:
+                quarters = tl.split(tl.permute(tl.reshape(parts[half], [BLOCK_M, 2, HALF // 2]), [0, 2, 1]))
+                for quarter in tl.static_range(2):
+                    store_tile(
+                        quarters[quarter], bias, out, batch, row, first_column + half * HALF + quarter * (HALF // 2),
+                        m, n, first, first_channels, add1, add1_rows, add1_constants, add1_channels, add2, add2_rows,
+                        add2_constants, add2_channels, activation, entries, last, last_channels, FIRST, ADD1, ADD2,
+                        ACTIVATION, LAST, HAS_BIAS,
+                    )  # fmt: skip
 
 
 @triton.jit
@@ -376,7 +412,7 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     half = one << (excess - 1)
     if NARROW:
         if factor < 2147483648:
-            normalized = multiply_shift(values, factor.to(tl.int32), half, excess)
+            normalized = (multiply_shift(values, factor.to(tl.int32), excess - 1) + 1) >> 1
         else:
             normalized = ((values.to(tl.int64) * factor + half) >> excess).to(tl.int32)
     else:
