@@ -86,9 +86,9 @@ def main() -> None:
         comparison = compare(calls, arguments.rounds, clock, repeats)
         settings |= {"batch": batch, "length": length, "threads": arguments.threads, "load": os.getloadavg()[0]}
         rows.append(settings | comparison)
-        print(rows[-1], flush=True)
-    rows.sort(key=lambda row: (-row["threads"], row["batch"], row["length"]))
-    write(name, rows, _text(rows, arguments.device))
+        print({key: value for key, value in rows[-1].items() if key not in ("kernels", "rounds")}, flush=True)
+        rows.sort(key=lambda row: (-row["threads"], row["batch"], row["length"]))
+        write(name, rows, _text(rows, arguments.device))
 
 
 def bert_base() -> nn.Module:

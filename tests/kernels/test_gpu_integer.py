@@ -147,7 +147,7 @@ def test_a_whole_encoder() -> None:
 @pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
 @pytest.mark.parametrize("splits", [1, 2, 4])
 def test_splits_and_descriptors(monkeypatch: pytest.MonkeyPatch, splits: int, tma: bool) -> None:
-    """Tiles whose columns are requantized in parts, and operands that the copy engine fetches, with zeros at the end."""
+    """Tiles whose columns are requantized in parts; operands that the copy engine fetches, with zeros at the end."""
     rows, channels, columns = 70, 37, 176
     monkeypatch.setitem(TILES, (rows, channels, columns), Tile(64, 64, 128, 4, 2, tma, splits))
     x, weight = cases.integers((rows, columns)), cases.integers((channels, columns), seed=1)
@@ -175,7 +175,8 @@ def test_requantize_rounds_and_clamps(shift: int, limit: int) -> None:
 def test_arithmetic_follows_the_constants() -> None:
     """32 bits are used where they are enough."""
     forms = {
-        (40, 127): 1 + 6, (33, 2**31 - 1): 1 + 6 + 8, (32, 127): 1 + 2, (28, 2**22): 1 + 4, (31, 2**31 - 1): 1, (0, 9): 1
+        (40, 127): 1 + 6, (33, 2**31 - 1): 1 + 6 + 8, (32, 127): 1 + 2, (28, 2**22): 1 + 4, (31, 2**31 - 1): 1,
+        (0, 9): 1,
     }  # fmt: skip
     for (shift, limit), form in forms.items():
         numbers = [torch.tensor([number], dtype=torch.int32) for number in (2**30, shift)]
