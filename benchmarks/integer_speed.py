@@ -1,13 +1,14 @@
 """Speed of an integer-only encoder: BERT-base shape, against float32 and onnxruntime's int8, in one run.
 
     python benchmarks/integer_speed.py --work FOLDER [--shapes 1x128,8x128,32x128] [--threads N] [--prepare]
-    python benchmarks/integer_speed.py --device cuda
+    python benchmarks/integer_speed.py --device cuda [--tune] [--compile]
 
 All sides run the same classifier with random weights (fine for time, never for quality) and take turns in every round.
 Models are prepared in the work folder once; onnxruntime gets its own fused operators (`onnxruntime.transformers`), then
 its dynamic and its static (QDQ) quantization with scales per channel. With one thread, CPU time is measured instead of
-wall time, so that other processes count less. On a GPU the baseline is bfloat16, and both sides are captured CUDA
-graphs.
+wall time, so that other processes count less. On a GPU (`integer_speed_gpu.py`) the baseline is bfloat16, both sides
+are captured CUDA graphs, and the time of every kernel is measured too; `--tune` tries other tiles first, and
+`--compile` adds a baseline from torch.compile.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from smelt.runtime.integer.graph import GRAPH_FILE, IntegerGraph
 from smelt.runtime.integer.run import Interpreter
 
 INTEGER, FLOAT32, ORT_FLOAT32 = "integer graph", "torch float32", "onnxruntime float32"
-DYNAMIC, STATIC, BFLOAT16 = "onnxruntime int8, dynamic", "onnxruntime int8, static (QDQ)", "torch bfloat16"
+DYNAMIC, STATIC = "onnxruntime int8, dynamic", "onnxruntime int8, static (QDQ)"
 CHEAP = {"embedding", "positions", "reshape", "permute", "slice", "tanh"}  # operators that need no kernel
 ROUNDS, PAUSE = 5, 0.05  # seconds between two sides, so that no thread of the last one still spins
 Call = Callable[[], Any]
@@ -48,6 +49,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--prepare", action="store_true", help="only prepare the models")
     parser.add_argument("--resume", action="store_true", help="keep the other rows of earlier runs")
+    parser.add_argument("--tune", action="store_true", help="on a GPU: time several tiles per product, use the fastest")
+    parser.add_argument("--compile", action="store_true", help="on a GPU: also time a compiled bfloat16 network")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     arguments.work.mkdir(exist_ok=True)
@@ -57,6 +60,8 @@ def main() -> None:
         models = onnx_models(network, arguments.work)
     if arguments.prepare:
         return
+    if arguments.device == "cuda":
+        import integer_speed_gpu as gpu  # needs Triton
     name = arguments.name or ("integer_speed" if arguments.device == "cpu" else "integer_speed_gpu")
     shapes = [tuple(int(size) for size in shape.split("x")) for shape in arguments.shapes.split(",")]
     rows = [
@@ -66,17 +71,24 @@ def main() -> None:
     ]
     for batch, length in shapes:
         inputs = token_batch(batch, length)
+        settings: dict[str, Any] = {}
         if arguments.device == "cpu":
             calls = cpu_calls(network, graph, models, inputs)
         else:
-            calls = gpu_calls(network, graph, inputs)
+            interpreter = checked_interpreter(graph.to(torch.device("cuda")), "gpu", inputs)
+            settings["tiles"] = gpu.tune(interpreter, gpu.on_device(inputs)) if arguments.tune else {}
+            settings["kernels"] = gpu.kernel_times(interpreter, gpu.on_device(inputs))
+            calls = {INTEGER: gpu.integer_call(interpreter, inputs)}
+            calls |= gpu.bfloat16_calls(network, inputs, arguments.compile)
         is_wall_time = arguments.threads > 1 or arguments.device == "cuda"
-        comparison = compare(calls, arguments.rounds, time.perf_counter if is_wall_time else time.process_time)
-        settings = {"batch": batch, "length": length, "threads": arguments.threads, "load": os.getloadavg()[0]}
+        repeats = 1 if arguments.device == "cpu" else gpu.REPLAYS
+        clock = time.perf_counter if is_wall_time else time.process_time
+        comparison = compare(calls, arguments.rounds, clock, repeats)
+        settings |= {"batch": batch, "length": length, "threads": arguments.threads, "load": os.getloadavg()[0]}
         rows.append(settings | comparison)
-        print(rows[-1], flush=True)
-    rows.sort(key=lambda row: (-row["threads"], row["batch"], row["length"]))
-    write(name, rows, _text(rows, arguments.device))
+        print({key: value for key, value in rows[-1].items() if key not in ("kernels", "rounds")}, flush=True)
+        rows.sort(key=lambda row: (-row["threads"], row["batch"], row["length"]))
+        write(name, rows, _text(rows, arguments.device))
 
 
 def bert_base() -> nn.Module:
@@ -174,52 +186,25 @@ def cpu_calls(
     return calls
 
 
-def gpu_calls(network: nn.Module, graph: IntegerGraph, inputs: dict[str, Tensor]) -> dict[str, Call]:
-    """Return replays of captured graphs, by name."""
-    half = network.to("cuda", torch.bfloat16)
-    on_device = {name: tensor.cuda() for name, tensor in inputs.items()}
-    for node in graph.nodes:
-        node.constants.update({name: tensor.cuda() for name, tensor in node.constants.items()})
-    interpreter = checked_interpreter(graph, "gpu")
-    ids = {name: tensor.int() for name, tensor in on_device.items()}
-
-    def run_half() -> None:
-        with torch.inference_mode():  # all tokens are visible; checking a mask would wait for the GPU
-            half(input_ids=on_device["input_ids"], token_type_ids=on_device["token_type_ids"])
-
-    return {INTEGER: captured(lambda: interpreter.run(ids)), BFLOAT16: captured(run_half)}
-
-
-def captured(call: Call) -> Call:
-    """Return the replay of a CUDA graph, which waits until it has finished."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-
-    def replay() -> None:
-        graph.replay()
-        torch.cuda.synchronize()
-
-    return replay
-
-
-def checked_interpreter(graph: IntegerGraph, backend: str) -> Interpreter:
+def checked_interpreter(graph: IntegerGraph, backend: str, batch: dict[str, Tensor] | None = None) -> Interpreter:
     """Return an interpreter whose products, attention and norms are kernels, with the bits of the reference."""
     interpreter = Interpreter(graph, backend)
     others = {call.node.op for call in interpreter.program.calls if isinstance(call, ReferenceCall)}
     assert others <= CHEAP, others - CHEAP
     device = "cuda" if backend == "gpu" else "cpu"
-    inputs = {name: tensor.to(device) for name, tensor in token_batch(2, 9).items()}
-    expected = Interpreter(graph).run(inputs)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in interpreter.run(inputs).items())
+    for tokens in (token_batch(2, 9), batch or {}):
+        if tokens:
+            inputs = {name: tensor.to(device) for name, tensor in tokens.items()}
+            expected = Interpreter(graph).run(inputs)
+            assert all(torch.equal(tensor, expected[name]) for name, tensor in interpreter.run(inputs).items())
     return interpreter
 
 
-def compare(calls: dict[str, Call], rounds: int, clock: Callable[[], float]) -> dict[str, Any]:
-    """Return milliseconds of every side, round by round, and the median of its ratios to the integer graph."""
+def compare(calls: dict[str, Call], rounds: int, clock: Callable[[], float], repeats: int = 1) -> dict[str, Any]:
+    """Return milliseconds of every side, round by round, and the median of its ratios to the integer graph.
+
+    `repeats`: the runs of the network in one call.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -228,7 +213,7 @@ def compare(calls: dict[str, Call], rounds: int, clock: Callable[[], float]) -> 
             time.sleep(PAUSE)
             start = clock()
             call()
-            times[name].append(1e3 * (clock() - start))
+            times[name].append(1e3 * (clock() - start) / repeats)
     medians = {name: statistics.median(values) for name, values in times.items()}
     ratios = {
         name: statistics.median(other / ours for other, ours in zip(values, times[INTEGER], strict=True))
@@ -250,11 +235,25 @@ def _text(rows: list[dict[str, Any]], device: str) -> str:
         *(f"speed-up over {side}" for side in sides if side != INTEGER),
     ]  # fmt: skip
     how = "medians of wall time, or of CPU time with one thread" if device == "cpu" else "CUDA graphs"
+    kernels = "" if device == "cpu" else _kernel_tables(rows)
     return (
         f"# An integer-only encoder of BERT-base shape ({device})\n\n"
         f"12 layers of width 768, random weights, all tokens visible; {how}; sides take turns in every round, and a "
-        "speed-up is the median of the ratios of the rounds.\n\n" + table(headings, lines)
+        "speed-up is the median of the ratios of the rounds.\n\n" + table(headings, lines) + kernels
     )
+
+
+def _kernel_tables(rows: list[dict[str, Any]]) -> str:
+    parts = []
+    for row in rows:
+        lines = [
+            [each["call"], f"{each['count']}", f"{each['microseconds']:.1f}", each["rate"]] for each in row["kernels"]
+        ]
+        parts.append(
+            f"\n\n## {row['batch']} x {row['length']}\n\nKernels, each repeated in a CUDA graph of its own:\n\n"
+            + table(["call", "calls", "microseconds each", "TOP/s"], lines)
+        )
+    return "".join(parts)
 
 
 def _threads(row: dict[str, Any]) -> str:

@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from tests.kernels.triton_device import DEVICE  # isort: skip  (chooses the interpreter)
-from smelt.kernels.gpu.integer import GpuKernels, tile_for
+from smelt.kernels.gpu.integer import TILES, GpuKernels, Tile, tile_for
+from smelt.kernels.gpu.integer_chain import prepare
 from smelt.kernels.integer import integer_kernels
-from smelt.kernels.integer_interface import Add, NormConstants, Steps
+from smelt.kernels.integer_interface import Add, NormConstants, Requantize, Steps, Tanh
 from smelt.runtime.integer import ops
+from smelt.runtime.integer.constants import tanh_constants
 from smelt.runtime.integer.fused import FusedProgram
+from smelt.runtime.integer.kernel_call import LinearCall
 from smelt.runtime.integer.run import Interpreter
 from tests.kernels import integer_cases as cases
 from tests.runtime.integer.encoder_graph import random_encoder, token_batch
@@ -141,10 +144,63 @@ def test_a_whole_encoder() -> None:
     assert all(same(actual[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_splits_and_descriptors(monkeypatch: pytest.MonkeyPatch, splits: int, tma: bool) -> None:
+    """Tiles whose columns are requantized in parts; operands that the copy engine fetches, with zeros at the end."""
+    rows, channels, columns = 70, 37, 176
+    monkeypatch.setitem(TILES, (rows, channels, columns), Tile(64, 64, 128, 4, 2, tma, splits))
+    x, weight = cases.integers((rows, columns)), cases.integers((channels, columns), seed=1)
+    packed = KERNELS.pack(weight.to(DEVICE))
+    for steps, dtype in cases.chains(channels, columns):
+        expected = cases.apply(steps, ops.linear(x, weight=weight)).to(dtype)
+        assert same(KERNELS.linear(x.to(DEVICE), packed, None, steps, dtype), expected)
+
+
+@pytest.mark.parametrize("shift", [1, 30, 31, 32, 33, 34, 62])
+@pytest.mark.parametrize("limit", [127, 2**22, 2**31 - 1])
+def test_requantize_rounds_and_clamps(shift: int, limit: int) -> None:
+    """Every arithmetic at its limits: extreme values, ties, and results that leave 32 bits before they are clamped."""
+    edges = [-(2**31), -(2**31) + 1, -limit - 1, -limit, -3, -2, -1, 0, 1, 2, 3, limit, 2**31 - 2, 2**31 - 1]
+    around = [(2 * k + 1) * 2**shift // 2**31 + d for k in (-2, -1, 0, 1, 126, 127) for d in (-1, 0, 1)]  # ties
+    x = torch.tensor([edges + [min(max(value, -(2**31)), 2**31 - 1) for value in around]], dtype=torch.int32).T
+    for multiplier in (2**30, 2**30 + 1, 2**31 - 1):
+        for channels in (1, 2):
+            numbers = [torch.full((channels,), number, dtype=torch.int32) for number in (multiplier, shift)]
+            numbers[1][-1] = min(shift + channels - 1, 62)
+            steps, values = Steps((Requantize(*numbers, -limit, limit),)), x.expand(-1, channels).contiguous()
+            assert same(KERNELS.map(values.to(DEVICE), steps, torch.int32), cases.apply(steps, values).to(torch.int32))
+
+
+def test_arithmetic_follows_the_constants() -> None:
+    """32 bits are used where they are enough."""
+    forms = {
+        (40, 127): 1 + 6, (33, 2**31 - 1): 1 + 6 + 8, (32, 127): 1 + 2, (28, 2**22): 1 + 4, (31, 2**31 - 1): 1,
+        (0, 9): 1,
+    }  # fmt: skip
+    for (shift, limit), form in forms.items():
+        numbers = [torch.tensor([number], dtype=torch.int32) for number in (2**30, shift)]
+        assert prepare(Steps((Requantize(*numbers, -limit, limit),)), torch.device("cpu"))[0].form == form, shift
+
+
+def test_tanh() -> None:
+    graph_tanh = Tanh(**tanh_constants(1e-4, "layer")[0])
+    x = cases.integers((7, 30), torch.int16)
+    expected = ops.tanh(x, **vars(graph_tanh)).to(torch.int8)
+    assert same(KERNELS.map(x.to(DEVICE), Steps((graph_tanh,)), torch.int8), expected)
+
+
+def test_layers_with_the_same_input_are_joined() -> None:
+    """Query, key and value are one product, whose parts are views."""
+    program = FusedProgram(random_encoder(layers=2, width=48, heads=3, inner=70), KERNELS)
+    joined = [call for call in program.calls if isinstance(call, LinearCall) and len(call.outputs) == 3]
+    assert [call.sizes for call in joined] == [(48, 48, 48)] * 2
+
+
 def test_tiles_follow_the_shape() -> None:
-    assert tile_for(1, 4096, 768, 768)[:2] == (128, 128)
-    assert tile_for(1, 128, 768, 768)[:2] == (64, 64)
-    assert tile_for(1, 1, 768, 20)[:3] == (16, 64, 32)
+    assert tile_for(1, 4096, 768, 768) == Tile(128, 128, 128, 4, 3, splits=4)
+    assert tile_for(1, 128, 768, 768) == Tile(64, 64, 128, 4, 4)
+    assert tile_for(1, 1, 768, 20) == Tile(16, 64, 32, 4, 4)
 
 
 @pytest.mark.gpu
@@ -154,8 +210,9 @@ def test_a_gpu_uses_the_kernels(batch: int, length: int) -> None:
     assert isinstance(integer_kernels("cuda"), GpuKernels)
     graph = random_encoder(layers=1, width=768, heads=12, inner=3072, positions=1024)
     inputs = token_batch(batch, length)
-    expected = Interpreter(graph, "cpu").run(inputs)
+    inputs = {name: tensor.cuda() for name, tensor in inputs.items()}
     for node in graph.nodes:
         node.constants.update({name: tensor.cuda() for name, tensor in node.constants.items()})
-    actual = Interpreter(graph, "gpu").run({name: tensor.cuda() for name, tensor in inputs.items()})
-    assert all(same(actual[name], tensor) for name, tensor in expected.items())
+    expected = Interpreter(graph).run(inputs)
+    actual = Interpreter(graph, "gpu").run(inputs)
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())

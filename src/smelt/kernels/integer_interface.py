@@ -50,6 +50,19 @@ class TableLookup:
     intercepts: Tensor
 
 
+@dataclass(frozen=True)
+class Tanh:
+    """Integer tanh, with the constants of i-exp for twice the scale of its input."""
+
+    levels: int
+    q_ln2: int
+    q_b: int
+    q_c: int
+    max_halvings: int
+    lift: int
+    drop: int
+
+
 @dataclass(frozen=True, eq=False)
 class Add:
     """Add the next operand of the call, requantized first if a requantization is given."""
@@ -57,7 +70,7 @@ class Add:
     requantize: Requantize | None = None
 
 
-Step = Requantize | Gelu | TableLookup | Add
+Step = Requantize | Gelu | TableLookup | Tanh | Add
 
 
 @dataclass(eq=False)
@@ -113,10 +126,15 @@ class IntegerKernels(ABC):
 
     name: str
     has_convolutions = False  # and products of uint8
+    has_tanh = False
 
     @abstractmethod
     def pack(self, weight: Tensor, is_unsigned: bool = False) -> PackedWeight:
         """Pack an int8 weight [channels, columns] for activations of int8, or of uint8."""
+
+    def join(self, weights: Sequence[PackedWeight]) -> PackedWeight | None:
+        """Return the weights of layers with the same input as one, their channels in order; None to keep them."""
+        return None
 
     @abstractmethod
     def linear(

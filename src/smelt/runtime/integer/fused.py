@@ -21,33 +21,18 @@ from smelt.kernels.integer_interface import (
     Gelu,
     IntegerKernels,
     NormConstants,
-    PackedWeight,
     Requantize,
     SoftmaxConstants,
     Step,
     Steps,
     TableLookup,
+    Tanh,
 )
 from smelt.runtime.integer.convolution_call import ConvolutionCall, convolution_shape
 from smelt.runtime.integer.graph import DTYPES, IntegerGraph, Node
-from smelt.runtime.integer.kernel_call import KernelCall, ReferenceCall
+from smelt.runtime.integer.kernel_call import KernelCall, LinearCall, ReferenceCall, join_linear
 
 _MAX_NORM_OUTPUTS = 2
-
-
-@dataclass
-class LinearCall(KernelCall):
-    """A linear layer and the steps that follow."""
-
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    weight: PackedWeight
-    bias: Tensor | None
-    steps: Steps
-    dtype: torch.dtype
-
-    def run(self, kernels: IntegerKernels, *inputs: Tensor) -> Sequence[Tensor]:
-        return [kernels.linear(inputs[0], self.weight, self.bias, self.steps, self.dtype)]
 
 
 @dataclass
@@ -184,11 +169,12 @@ class _Planner:
             for node in reversed(self.graph.nodes):  # a chain is entered at its end
                 if node.output not in calls and node.output not in self.fused and (call := build(node)) is not None:
                     calls[node.output] = call
-        return [
+        ordered = [
             calls.get(node.output) or ReferenceCall(node)
             for node in self.graph.nodes
             if node.output in calls or node.output not in self.fused
         ]
+        return join_linear(ordered, self.kernels)
 
     def _product(self, node: Node) -> KernelCall | None:
         is_unsigned = self.dtypes[node.inputs[0]] == "uint8" and self.kernels.has_convolutions
@@ -366,6 +352,8 @@ class _Planner:
             return Gelu(**attributes)
         if node.op == "table":
             return TableLookup(**constants)
+        if node.op == "tanh" and self.kernels.has_tanh:
+            return Tanh(**attributes)
         return None
 
     def _only_consumer(self, node: Node, op: str | None) -> Node | None:

@@ -82,6 +82,12 @@ class IntegerGraph:
         names = [*self.inputs.values(), *map(dtype_name, constants), *(node.dtype for node in self.nodes)]
         return dict(sorted(Counter(names).items()))
 
+    def to(self, device: torch.device) -> IntegerGraph:
+        """Move the constants to a device; return the graph."""
+        for node in self.nodes:
+            node.constants.update({name: tensor.to(device) for name, tensor in node.constants.items()})
+        return self
+
     def dequantize(self, name: str, values: Tensor) -> Tensor:
         """Return the float32 values of a tensor of the graph, by its scale."""
         if name not in self.scales:
