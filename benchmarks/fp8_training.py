@@ -212,9 +212,8 @@ def text(rows: list[Row], options: argparse.Namespace, total: int) -> str:
             done = [row["held_out"][metric] for row in seeds if row["held_out"]]
             values = [f"{value:.4f}" if metric == "loss" else f"{100 * value:.2f}" for value in done]
             diverged = sum(row["diverged"] is not None for row in seeds)
-            step = statistics.median(row["step_seconds"] for row in seeds if row["step_seconds"] is not None)
             cells.append([
-                name, ", ".join(values) + f"{' diverged: ' + str(diverged) if diverged else ''}", f"{1000 * step:.1f}",
+                name, ", ".join(values) + f"{' diverged: ' + str(diverged) if diverged else ''}",
                 share(seeds[0]["fp8"]), share(seeds[0]["emulated"]),
             ])  # fmt: skip
         title = (
@@ -223,7 +222,7 @@ def text(rows: list[Row], options: argparse.Namespace, total: int) -> str:
             else f"ResNet-20 on CIFAR-10 (JPEG copies), {options.epochs:g} epochs from random weights, SGD"
         )
         heading = "held-out loss by seed" if network == "gpt" else "accuracy by seed, %"
-        headings = ["precision", heading, "ms per step", "GEMM FLOPs in FP8", "emulated"]
+        headings = ["precision", heading, "GEMM FLOPs in FP8", "emulated"]
         parts += [f"## {title}\n", table(headings, cells) + "\n"]
     return "\n".join(parts)
 

@@ -78,8 +78,9 @@ def main() -> None:
         ]  # fmt: skip
         flags = ["--device", options.device, "--epochs", str(options.epochs), "--images", str(options.images)]
         flags += ["--folder", str(options.folder)] + ["--compile"] * options.compile
-        if key(dense) not in done:
-            rows += run_cells(__file__, [[dense]], 1, flags)
+        if not (options.folder / "dense").exists():  # a resumed run may have another folder
+            trained = list(run_cells(__file__, [[dense]], 1, flags))
+            rows = rows if key(dense) in done else trained
         for row in run_cells(__file__, [[cell] for cell in cells], options.jobs, flags):
             rows.append(row)
             write(options.name, rows, text(rows, options))
@@ -113,7 +114,7 @@ def train_row(cell: Row, options: argparse.Namespace) -> Row:
         model = load(str(dense), device=options.device)
         facts = apply_step(settings(cell["row"], cell["bits"], options), model, [batch], cell["seed"])
     seconds = time.monotonic() - begun
-    return {**cell, "accuracy": accuracy(model, options), "seconds": seconds, **facts}
+    return {**cell, "accuracy": accuracy(model, options), "seconds": seconds, "compiled": options.compile, **facts}
 
 
 def settings(row: str, bits: int, options: argparse.Namespace) -> Row:
@@ -172,11 +173,13 @@ def text(rows: list[Row], options: argparse.Namespace) -> str:
         ])  # fmt: skip
     headings = ["bits", "method", "accuracy, %", "by seed", "against float", "packed differs by", "mean alpha"]
     total = 1 + len(options.seeds) * sum(len(GRID[bits]) for bits in options.bits)
+    num_compiled = sum(row.get("compiled", False) for row in rows)
+    compiled = f" {num_compiled} rows were trained by torch.compile, the others without." if num_compiled else ""
     missing = "" if len(rows) == total else f" {len(rows)} of {total} rows: the run was cut off."
     return (
         f"# QAT of ResNet-20 on CIFAR-10 (JPEG copies)\n\nFloat: {100 * dense['accuracy']:.2f} % after training on the "
         f"copies, {100 * dense['published_accuracy']:.2f} % before. {options.epochs:g} epochs of {options.images:,} "
-        f"images, batch {BATCH_SIZE}, SGD with lr {LR} and a cosine.{missing}\n\n" + table(headings, cells)
+        f"images, batch {BATCH_SIZE}, SGD with lr {LR} and a cosine.{compiled}{missing}\n\n" + table(headings, cells)
     )
 
 
