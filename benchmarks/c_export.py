@@ -21,7 +21,7 @@ from common import minilm_sst2, shared, table, write
 
 from smelt.compression.calibration.ranges import observe_ranges
 from smelt.data import load_labeled
-from smelt.export.c_source import write_files, write_source
+from smelt.export.c.source import write_files, write_source
 from smelt.export.integer import graph_inputs
 from smelt.models.model import Model
 from smelt.runtime.integer.builder import GraphBuilder

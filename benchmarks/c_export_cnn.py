@@ -22,7 +22,7 @@ from tflite_network import TfliteNetwork
 from torch import Tensor
 
 from smelt.compression.quantization.integer_convolutions import integer_convolutions
-from smelt.export.c_source import write_files, write_source
+from smelt.export.c.source import write_files, write_source
 from smelt.models.model import Model
 from smelt.runtime.integer.graph import DTYPES, IntegerGraph
 

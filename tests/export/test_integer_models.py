@@ -18,10 +18,11 @@ from smelt.compression.calibration.ranges import observe_ranges
 from smelt.compression.quantization.integer_only import IntegerOnly
 from smelt.errors import ConfigError, FormatError
 from smelt.export import export
-from smelt.export.c_source import write_files, write_source
+from smelt.export.c import helpers
+from smelt.export.c.source import write_files, write_source
 from smelt.export.integer import graph_inputs, run_onnx, save_onnx
-from smelt.export.onnx_operators import IntegerOnnx
-from smelt.export.onnx_qdq import QdqOnnx
+from smelt.export.onnx_integer.graph import IntegerOnnx
+from smelt.export.onnx_integer.qdq import QdqOnnx
 from smelt.models.inputs import random_inputs
 from smelt.models.model import Model
 from smelt.runtime.integer.builder import GraphBuilder
@@ -74,9 +75,7 @@ class TestC:
 
     def test_another_result_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The compiled program is run: a kernel that rounds differently must not be exported."""
-        from smelt.export import c_source
-
-        monkeypatch.setattr(c_source, "HELPERS", c_source.HELPERS.replace("power_of_two(bits - 1)", "0 * bits"))
+        monkeypatch.setattr(helpers, "HELPERS", helpers.HELPERS.replace("power_of_two(bits - 1)", "0 * bits"))
         with pytest.raises(FormatError, match="another output"):
             export(integer_model("bert"), "c", tmp_path / "out", length=12)
         assert not (tmp_path / "out").exists()

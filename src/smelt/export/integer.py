@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from smelt.errors import FormatError
-from smelt.export.c_source import write_files, write_source
+from smelt.export.c.source import write_files, write_source
 from smelt.export.format import Export, ExportFormat
 from smelt.export.onnx import check_packages, count_types
-from smelt.export.onnx_operators import OPSET, GraphWriter, IntegerOnnx
-from smelt.export.onnx_qdq import QdqOnnx
+from smelt.export.onnx_integer.graph import IntegerOnnx
+from smelt.export.onnx_integer.qdq import QdqOnnx
+from smelt.export.onnx_integer.writer import OPSET, GraphWriter
 from smelt.models.artifact import write_json
 from smelt.models.model import Model
 from smelt.models.verify import probe
