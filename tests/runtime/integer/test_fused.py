@@ -18,7 +18,7 @@ from smelt.runtime.integer import run
 from smelt.runtime.integer.encoders import convert_encoder, observed_modules
 from smelt.runtime.integer.fused import FusedProgram, LinearCall, MapCall, NormCall, ReferenceCall
 from smelt.runtime.integer.graph import IntegerGraph, Node
-from smelt.runtime.integer.run import Interpreter, preferred_backend, token_inputs
+from smelt.runtime.integer.run import Interpreter, add_default_inputs, preferred_backend
 from tests.kernels.instruction_sets import NEEDS_COMPILER
 from tests.runtime.integer.encoder_graph import random_encoder, token_batch
 
@@ -53,7 +53,7 @@ def test_minilm() -> None:
         pytest.skip(str(error))
     assert model.tokenizer is not None
     sentences = ["A man is playing a guitar.", "The stock market fell sharply today, and nobody knew why.", "Yes"]
-    batch = token_inputs(dict(model.tokenizer(sentences, padding=True, return_tensors="pt")))
+    batch = add_default_inputs(dict(model.tokenizer(sentences, padding=True, return_tensors="pt")))
     ranges = observe_ranges(model.network, observed_modules(model.network), [batch])
     assert_same_outputs(convert_encoder(model.network, ranges), batch)
 

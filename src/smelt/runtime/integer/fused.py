@@ -132,6 +132,20 @@ class MapCall(KernelCall):
         return [kernels.map(x, self.steps, self.dtype, operands)]
 
 
+@dataclass
+class MaskCall(KernelCall):
+    """A product of 8-bit values with a mask of ones and zeros; where it hides nothing, the values stay as they are."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def run(self, kernels: IntegerKernels, *inputs: Tensor) -> Sequence[Tensor]:
+        x, mask = inputs
+        if not x.is_cuda and torch.broadcast_shapes(x.shape, mask.shape) == x.shape and bool((mask == 1).all()):
+            return [x]
+        return [x * mask.to(x.dtype)]  # modulo 2^8, as the cast of a wider product
+
+
 class FusedProgram:
     """An integer graph as calls of kernels, in order."""
 
@@ -180,7 +194,7 @@ class _Planner:
         for node in reversed(self.graph.nodes):
             if node.op in ("conv1d", "conv2d") and (convolution := self._convolution(node)) is not None:
                 calls[convolution.outputs[0]] = convolution
-        for build in (self._product, self._norm, self._softmax, self._map):
+        for build in (self._product, self._norm, self._softmax, self._map, self._mask):
             for node in reversed(self.graph.nodes):  # a chain is entered at its end
                 if node.output not in calls and node.output not in self.fused and (call := build(node)) is not None:
                     calls[node.output] = call
@@ -300,6 +314,12 @@ class _Planner:
             return None
         source, steps, operands = self._steps_of(node)
         return MapCall((source, *operands), (node.output,), Steps(tuple(steps)), DTYPES[node.dtype])
+
+    def _mask(self, node: Node) -> KernelCall | None:
+        dtypes = [self.dtypes[name] for name in node.inputs]
+        if node.op != "multiply" or dtypes[0] != node.dtype or not {"int8", "uint8"}.issuperset(dtypes):
+            return None
+        return MaskCall(node.inputs, (node.output,))
 
     def _steps_after(self, node: Node, per_tensor: bool = False) -> tuple[Node, tuple[Step, ...]]:
         """Return the last of the elementwise nodes that only follow `node`, and their steps; mark them as fused."""
