@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from typing import Any
 
 import pytest
@@ -209,6 +209,19 @@ def test_relu6_and_pooling_are_converted() -> None:
     error = (graph.dequantize(LOGITS, outputs) - expected).norm() / expected.norm()
     assert error < 0.08, error
     assert {"max_pool", "avg_pool"} <= {node.op for node in graph.nodes}
+
+
+def test_flattening_drops_the_axes_of_images_of_one_pixel() -> None:
+    """An integer mean has dropped them already, which the name of a layer does not tell."""
+    network: Any = CifarResNetForImageClassification(CifarResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1]))
+    network.resnet.pooler = nn.Sequential(OrderedDict(mean=nn.Conv2d(4, 4, 32)))
+    network.eval()
+    _, graph = converted(network)
+    integers = Interpreter(graph).run(quantized(graph, inputs(network)))[LOGITS]
+    with torch.no_grad():
+        expected = network(inputs(network)).logits
+    assert integers.shape == expected.shape
+    assert (graph.dequantize(LOGITS, integers) - expected).norm() / expected.norm() < 0.05
 
 
 def test_channels_without_weight_are_converted() -> None:

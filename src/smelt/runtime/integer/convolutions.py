@@ -132,6 +132,7 @@ class _Conversion:
         self.sources: dict[str, str] = {}
         self.axes: dict[str, int] = {}  # of graph tensors whose scales are per channel: the axis of the channels
         self.masks: set[str] = set()  # float tensors that are a mask of ones and zeros
+        self.means: set[str] = set()  # graph tensors that are means
 
     def convert(self) -> IntegerGraph:
         name = self.traced.input
@@ -290,6 +291,7 @@ class _Conversion:
             )  # fmt: skip
         result = QTensor(result.name, x.scale / count, x.bound * count)
         self.builder.graph.scales[result.name] = float(result.scale)
+        self.means.add(result.name)
         return result
 
     def _pool(self, node: FloatNode, layer: str) -> QTensor:
@@ -317,7 +319,7 @@ class _Conversion:
         before, after = _shaped(node.args[0]).shape, _shaped(node).shape
         if len(after) != 2 or math.prod(before[1:]) != after[1]:
             raise ConversionError(f"{layer}: reshaping to other than [batch, features] has no integer form.")
-        if all(size == 1 for size in before[2:]) and "mean" in x.name:
+        if x.name in self.means:
             return x  # the integer mean drops the axes that it sums over
         x = self._activation(_name(node.args[0]), layer)
         dtype = self.dtypes[x.name]
