@@ -12,7 +12,7 @@ from torch import nn
 from smelt.kernels.integer import integer_kernels
 from smelt.kernels.integer_interface import Add, Requantize
 from smelt.runtime.integer.convolution_call import ConvolutionCall
-from smelt.runtime.integer.fused import FusedProgram, MaskCall, ReferenceCall
+from smelt.runtime.integer.fused import FusedProgram, MaskCall, PaddingCheck, ReferenceCall
 from smelt.runtime.integer.graph import IntegerGraph, Node
 from smelt.runtime.integer.run import Interpreter
 from tests.kernels.instruction_sets import NEEDS_COMPILER
@@ -55,13 +55,15 @@ def test_padding_is_masked_between_the_kernels() -> None:
     assert_same_outputs(graph, padded(graph, values, [60] * 4))
     masks = [call for call in calls(graph) if isinstance(call, MaskCall)]
     assert len(masks) == sum(node.op == "multiply" for node in graph.nodes) > 5
+    checks = [call for call in calls(graph) if isinstance(call, PaddingCheck)]
+    assert len(checks) == 2, "of all frames and of every second one"
     graph = IntegerGraph({"x": "uint8", "mask": "int8"}, [Node("multiply", ("x", "mask"), "y", "uint8")], ["y"])
     x = torch.randint(0, 256, (2, 1, 5), dtype=torch.uint8)
     for mask in (torch.ones(2, 3, 5), torch.ones(2, 1, 5), torch.tensor([0.0, 1.0, -1.0, 3.0, 1.0])):
         given = {"x": x, "mask": mask.to(torch.int8)}
         expected = Interpreter(graph).run(given)["y"]
         assert torch.equal(Interpreter(graph, "cpu").run(given)["y"], expected) and expected.shape[-1] == 5
-    assert isinstance(calls(graph)[0], MaskCall)
+    assert [type(call) for call in calls(graph)] == [PaddingCheck, MaskCall]
 
 
 def test_pooling_relu6_and_a_linear_layer_of_unsigned_activations() -> None:

@@ -8,7 +8,7 @@ What has no kernel runs by the reference, and every result has its bits.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,15 +133,30 @@ class MapCall(KernelCall):
 
 
 @dataclass
-class MaskCall(KernelCall):
-    """A product of 8-bit values with a mask of ones and zeros; where it hides nothing, the values stay as they are."""
+class PaddingCheck(KernelCall):
+    """Whether a mask of ones and zeros hides anything: the mask, or a tensor without elements if it does not."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
     def run(self, kernels: IntegerKernels, *inputs: Tensor) -> Sequence[Tensor]:
-        x, mask = inputs
-        if not x.is_cuda and torch.broadcast_shapes(x.shape, mask.shape) == x.shape and bool((mask == 1).all()):
+        (mask,) = inputs
+        return [mask[:0] if not mask.is_cuda and bool((mask == 1).all()) else mask]
+
+
+@dataclass
+class MaskCall(KernelCall):
+    """A product of 8-bit values with a mask of ones and zeros; where it hides nothing, the values stay as they are."""
+
+    inputs: tuple[str, ...]  # the values, the mask, and what its check returned
+    outputs: tuple[str, ...]
+
+    def run(self, kernels: IntegerKernels, *inputs: Tensor) -> Sequence[Tensor]:
+        x, mask, padding = inputs
+        is_repeated = mask.dim() != x.dim() or any(
+            own not in (1, n) for own, n in zip(mask.shape, x.shape, strict=True)
+        )
+        if not padding.numel() and not is_repeated:
             return [x]
         return [x * mask.to(x.dtype)]  # modulo 2^8, as the cast of a wider product
 
@@ -198,11 +213,11 @@ class _Planner:
             for node in reversed(self.graph.nodes):  # a chain is entered at its end
                 if node.output not in calls and node.output not in self.fused and (call := build(node)) is not None:
                     calls[node.output] = call
-        return [
+        return _with_checks(
             calls.get(node.output) or ReferenceCall(node)
             for node in self.graph.nodes
             if node.output in calls or node.output not in self.fused
-        ]
+        )
 
     def _product(self, node: Node) -> KernelCall | None:
         is_unsigned = self.dtypes[node.inputs[0]] == "uint8" and self.kernels.has_convolutions
@@ -319,7 +334,7 @@ class _Planner:
         dtypes = [self.dtypes[name] for name in node.inputs]
         if node.op != "multiply" or dtypes[0] != node.dtype or not {"int8", "uint8"}.issuperset(dtypes):
             return None
-        return MaskCall(node.inputs, (node.output,))
+        return MaskCall((*node.inputs, f"padding of {node.inputs[1]}"), (node.output,))
 
     def _steps_after(self, node: Node, per_tensor: bool = False) -> tuple[Node, tuple[Step, ...]]:
         """Return the last of the elementwise nodes that only follow `node`, and their steps; mark them as fused."""
@@ -396,6 +411,18 @@ class _Planner:
 
 
 _FUSED_DTYPES = frozenset(name for name, dtype in DTYPES.items() if dtype in INT_TYPES)
+
+
+def _with_checks(calls: Iterable[KernelCall]) -> list[KernelCall]:
+    """Check each mask once, before the first product with it."""
+    checked: set[str] = set()
+    result: list[KernelCall] = []
+    for call in calls:
+        if isinstance(call, MaskCall) and call.inputs[2] not in checked:
+            checked.add(call.inputs[2])
+            result.append(PaddingCheck(call.inputs[1:2], call.inputs[2:]))
+        result.append(call)
+    return result
 
 
 def _softmax_constants(node: Node) -> SoftmaxConstants:
