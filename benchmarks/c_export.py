@@ -1,7 +1,8 @@
 """C99 export of an integer-only MiniLM slice: memory per layer, code size, warnings, sanitizers, float instructions.
 
 The slice is MiniLM fine-tuned on SST-2 with its first two blocks, calibrated on SST-2 sentences, by I-BERT's forms and
-with the tables of NN-LUT.
+with the tables of NN-LUT. One process reads all inputs, also under sanitizers. Rows of an architecture for which there
+is no compiler here are kept from the earlier run.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import minilm_sst2, shared, table, write
+from common import RESULTS, minilm_sst2, previous_machine, previous_rows, shared, table, write
 
 from smelt.compression.calibration.ranges import observe_ranges
 from smelt.data import load_labeled
-from smelt.export.c_source import write_files, write_source
+from smelt.export.c.source import write_files, write_source
 from smelt.export.integer import graph_inputs
+from smelt.measure.machine import machine
 from smelt.models.model import Model
 from smelt.runtime.integer.builder import GraphBuilder
 from smelt.runtime.integer.encoders import convert_encoder, observed_modules
@@ -54,14 +56,36 @@ def main() -> None:
             memory[nonlinear] = source.memory()
             for compiler in ("gcc", "clang", CROSS) if nonlinear == "i-bert" else ("gcc",):
                 if shutil.which(compiler):
-                    rows.append({"nonlinear": nonlinear, "compiler": compiler, **check(Path(folder), compiler)})
+                    facts = {"nonlinear": nonlinear, "compiler": compiler, **where(compiler)}
+                    rows.append({**facts, **check(Path(folder), compiler)})
                     print(rows[-1], flush=True)
             batches = [encode(model, [sentence]) for sentence in texts()[100 : 100 + arguments.inputs]]
-            for options, count in ((["-O2"], arguments.inputs), (SANITIZE, min(arguments.inputs, 5))):
-                equal = equal_outputs(model.network.graph, Path(folder), options, batches[:count])
-                rows.append({"nonlinear": nonlinear, "options": options[-1], "inputs": count, "equal": equal})
+            for options in (["-O2"], SANITIZE):
+                equal = equal_outputs(model.network.graph, Path(folder), options, batches)
+                facts = {"nonlinear": nonlinear, "options": options[-1], **where("gcc")}
+                rows.append({**facts, "inputs": len(batches), "equal": equal})
                 print(rows[-1], flush=True)
+    rows += earlier_rows({row["target"] for row in rows})
     write("c_export", [*rows, {"memory": memory}], text(rows, memory))
+
+
+def where(compiler: str) -> dict[str, str]:
+    """Return the architecture that a compiler writes for and the CPU of this machine."""
+    target = compiler.split("-")[0] if "-" in compiler else platform.machine()
+    return {"target": target, "cpu": machine()["cpu"]}
+
+
+def earlier_rows(measured: set[str]) -> list[dict[str, Any]]:
+    """Return the rows of an earlier run for other architectures than the measured ones."""
+    if not (RESULTS / "c_export.json").exists():
+        return []
+    there = previous_machine("c_export")
+    native = "aarch64" if "aarch64" in there["os"] else "x86_64"
+    rows = []
+    for row in previous_rows("c_export", resume=True):
+        target = row.get("compiler", "").rpartition("-linux")[0] or native
+        rows.append({"target": target, "cpu": there["cpu"], **row})
+    return [row for row in rows if "nonlinear" in row and row["target"] not in measured]
 
 
 def integer_slice(builder: Any) -> Model:
@@ -114,7 +138,8 @@ def equal_outputs(
 ) -> int:
     """Return for how many inputs the program has all outputs of the reference; constants are those of `check`."""
     outputs = Interpreter(graph).run(batches[0])
-    tensors = {**{name: batches[0][name].to(DTYPES[graph.inputs[name]]) for name in graph.inputs}, **outputs}
+    tensors = {name: batches[0][name].to(DTYPES[graph.inputs[name]]) for name in graph.inputs}
+    tensors |= {name: outputs[name] for name in graph.outputs}  # in the order of the function's arguments
     buffers, reads, writes, names = "", [], "", []
     for name, tensor in tensors.items():
         names.append(re.sub(r"[^A-Za-z0-9]", "_", name))
@@ -158,8 +183,9 @@ def emulator(compiler: str) -> list[str]:
 
 def text(rows: list[dict[str, Any]], memory: dict[str, Any]) -> str:
     compiled = table(
-        ["nonlinear", "compiler", "code, bytes", "float instructions", "seconds to compile", "test vector"],
-        [[r["nonlinear"], r["compiler"], str(r["code_bytes"]), str(r["float_instructions"]),
+        ["nonlinear", "compiler", "target", "CPU", "code, bytes", "float instructions", "seconds to compile",
+         "test vector"],
+        [[r["nonlinear"], r["compiler"], r["target"], r["cpu"], str(r["code_bytes"]), str(r["float_instructions"]),
           f"{r['compile_seconds']:.0f}", r["result"]] for r in rows if "compiler" in r],
     )  # fmt: skip
     layers = table(
@@ -170,17 +196,24 @@ def text(rows: list[dict[str, Any]], memory: dict[str, Any]) -> str:
         f"{name}: constants {each['constant_bytes']} bytes, arena {each['arena_bytes']} bytes"
         for name, each in memory.items()
     )
-    equal = "; ".join(f"{r['nonlinear']} ({r['options']}): {r['equal']} of {r['inputs']}" for r in rows if "equal" in r)
+    equal = table(
+        ["nonlinear", "options", "target", "CPU", "equal to the reference"],
+        [[r["nonlinear"], r["options"], r["target"], r["cpu"], f"{r['equal']} of {r['inputs']}"]
+         for r in rows if "equal" in r],
+    )  # fmt: skip
     return f"""# C99 export: two blocks of MiniLM
 
 `python benchmarks/c_export.py`
 
 MiniLM fine-tuned on SST-2, its first {BLOCKS} blocks and head, {LENGTH} tokens. All files compile with
-`-std=c99 -pedantic -Wall -Wextra -Werror -O2 -mgeneral-regs-only`. {totals}.
+`-std=c99 -pedantic -Wall -Wextra -Werror -O2 -mgeneral-regs-only`. {totals}. Rows of another CPU than
+that of the last line are from an earlier run.
 
 {compiled}
 
-SST-2 sentences for which the program has all integers of the reference: {equal}.
+SST-2 sentences for which the program has all integers of the reference, all of them in one process:
+
+{equal}
 
 Memory per layer (i-bert):
 

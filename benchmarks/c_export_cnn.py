@@ -2,6 +2,9 @@
 
     python benchmarks/c_export_cnn.py [--inputs 200]
 
+One process reads all inputs, also under sanitizers. Without a cross compiler the rows of the other CPU are kept from
+the earlier run.
+
 ResNet-8 reads CIFAR-10 images; there is no data for DS-CNN and MobileNetV1-0.25, which read random inputs. The checks
 are those of `c_export.py`. Needs the packages `tflite` and `pillow`.
 """
@@ -16,18 +19,18 @@ from typing import Any
 
 import torch
 from c_export import CROSS, SANITIZE, check, equal_outputs
-from common import table, write
+from common import previous_rows, table, write
 from integer_cnn import PERCENTILE, SAMPLES, images
 from tflite_network import TfliteNetwork
 from torch import Tensor
 
 from smelt.compression.quantization.integer_convolutions import integer_convolutions
-from smelt.export.c_source import write_files, write_source
+from smelt.export.c.source import write_files, write_source
 from smelt.models.model import Model
 from smelt.runtime.integer.graph import DTYPES, IntegerGraph
 
 NETWORKS = ("ResNet-8", "DS-CNN", "MobileNetV1-0.25")
-SANITIZED, EMULATED = 10, 20  # inputs under sanitizers, and in the emulator of another CPU
+EMULATED = 20  # inputs in the emulator of another CPU
 
 
 def inputs(name: str, shape: tuple[int, ...], count: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -74,10 +77,18 @@ def measure(name: str, count: int) -> dict[str, Any]:
                     compared, compiler,
                 )  # fmt: skip
                 row["compilers"][compiler] = result
-        row["sanitized"] = equal_outputs(integer.graph, folder, SANITIZE, batches[:SANITIZED])
-        row["sanitized_inputs"] = min(count, SANITIZED)
+        row["sanitized"] = equal_outputs(integer.graph, folder, SANITIZE, batches)
+        row["sanitized_inputs"] = len(batches)
+        if not shutil.which(CROSS) and CROSS in (earlier := earlier_compilers(name)):
+            row["compilers"][CROSS] = {**earlier[CROSS], "earlier": True}
     print({key: value for key, value in row.items() if key != "memory"}, flush=True)
     return row
+
+
+def earlier_compilers(name: str) -> dict[str, Any]:
+    """Return what an earlier run measured of a network, by compiler."""
+    rows = previous_rows("c_export_cnn", resume=True)
+    return next((row["compilers"] for row in rows if row["network"] == name), {})
 
 
 def text(rows: list[dict[str, Any]]) -> str:
@@ -90,9 +101,10 @@ def text(rows: list[dict[str, Any]]) -> str:
     )  # fmt: skip
     compiled = table(
         ["network", "compiler", "code, bytes", "float instructions", "seconds to compile", "test vector",
-         "equal to the reference"],
+         "equal to the reference", "run"],
         [[row["network"], compiler, str(each["code_bytes"]), str(each["float_instructions"]),
-          f"{each['compile_seconds']:.1f}", each["result"], f"{each['equal']} of {each['inputs']}"]
+          f"{each['compile_seconds']:.1f}", each["result"], f"{each['equal']} of {each['inputs']}",
+          "earlier" if each.get("earlier") else "this"]
          for row in rows for compiler, each in row["compilers"].items()],
     )  # fmt: skip
     layers = "\n\n".join(

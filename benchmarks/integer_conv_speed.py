@@ -26,13 +26,14 @@ from smelt.models.batch_norm import fold_batch_norms
 from smelt.models.cifar_resnet import CifarResNetConfig, CifarResNetForImageClassification
 from smelt.models.quartznet import QuartzNetConfig, QuartzNetForCTC
 from smelt.runtime.integer.convolution_call import ConvolutionCall
-from smelt.runtime.integer.convolutions import TracedNetwork, convert_convolutions
+from smelt.runtime.integer.convolutions import convert_convolutions
 from smelt.runtime.integer.fused import ReferenceCall
 from smelt.runtime.integer.graph import DTYPES, IntegerGraph
-from smelt.runtime.integer.run import Interpreter
+from smelt.runtime.integer.run import Interpreter, add_default_inputs
+from smelt.runtime.integer.traced_network import TracedNetwork
 
 FUSED, REFERENCE, FLOAT32 = "fused integer", "integer reference", "torch float32"
-CHEAP = {"mean", "permute", "reshape"}  # operators that need no kernel
+CHEAP = {"mean", "permute", "reshape", "max_pool"}  # operators that need no kernel; the last one of the mask
 FRAMES = 500  # of a recording: five seconds
 ROUNDS, PAUSE = 9, 0.02  # seconds between two sides, so that no thread of the last one still spins
 SECONDS = 0.2  # of one measurement
@@ -99,7 +100,8 @@ def sides(network: PreTrainedModel, graph: IntegerGraph, values: Tensor) -> dict
     name = network.main_input_name
     dtype = DTYPES[graph.inputs[name]]
     limits = torch.iinfo(dtype)
-    integers = {name: (values / graph.scales[name]).round().clamp(limits.min, limits.max).to(dtype)}
+    codes = (values / graph.scales[name]).round().clamp(limits.min, limits.max).to(dtype)
+    integers = add_default_inputs({name: codes})
     fused, reference = checked_interpreter(graph, integers), Interpreter(graph)
 
     def run_float() -> None:

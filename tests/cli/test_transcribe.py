@@ -43,6 +43,8 @@ def test_recordings_of_any_rate_are_transcribed(folder: Path, smelt_here: Smelt,
     assert both.code == 0 and both.out.splitlines()[1] == f"{files[1]}: {text}"
     transcripts = json.loads((tmp_path / "result.json").read_text())["transcripts"]
     assert [entry["file"] for entry in transcripts] == files and transcripts[1]["text"] == text
+    single = smelt_here("transcribe", str(folder / "model"), *files, "--batch-size", "1")
+    assert single.out == both.out
 
 
 def test_eval_gives_the_word_error_rate(folder: Path, smelt_here: Smelt, tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from smelt.errors import FormatError
-from smelt.export.c_source import write_files, write_source
+from smelt.export.c.operators import call_lines
+from smelt.export.c.source import write_files, write_source
+from smelt.export.c.writer import SourceWriter
 from smelt.runtime.integer.graph import IntegerGraph, Node
 from tests.export.integer_graphs import all_operators
 
@@ -134,7 +136,5 @@ def test_an_index_out_of_range_is_refused_at_run_time(tmp_path: Path) -> None:
 def test_an_operator_without_a_function_is_named() -> None:
     graph, inputs = chain(1)
     unknown = Node("unknown", ("x",), "y", "int8", {}, {}, "encoder.7")
-    from smelt.export.c_source import _Writer
-
     with pytest.raises(FormatError, match=r"'unknown' of layer 'encoder\.7'"):
-        list(_Writer(graph, inputs).call(unknown))
+        list(call_lines(SourceWriter(graph, inputs, {}), unknown))

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from transformers.modeling_outputs import CausalLMOutput
 
+from smelt.compression.quantization.integer_convolutions import integer_convolutions
 from smelt.data import SpeechData, load_data
 from smelt.errors import DataError, ModelError
 from smelt.measure.eval_result import EvalResult
@@ -128,6 +130,36 @@ def test_a_ctc_model_is_evaluated_by_its_transcripts() -> None:
     assert transcribe(model, data, range(2)) == expected
     result = evaluate(model, replace(data, texts=(expected[0], "four other words here")), batch_size=2)
     assert result.predictions is not None and result.predictions[0] == 0 and result.predictions[1] >= 4
+
+
+class WithoutMask(QuartzNetForCTC):
+    """A network that knows no padding, as the graphs of earlier versions."""
+
+    def forward(self, input_features: torch.Tensor) -> CausalLMOutput:  # type: ignore[override]
+        return super().forward(input_features)
+
+
+@pytest.mark.parametrize("network_class", [QuartzNetForCTC, WithoutMask])
+def test_an_integer_network_transcribes_a_padded_batch(network_class: type[QuartzNetForCTC]) -> None:
+    """In one batch if the graph has a mask, else one by one: the transcripts are those of each recording alone."""
+    torch.manual_seed(0)
+    extractor = LogMelFeatureExtractor(feature_size=4, sampling_rate=RATE)
+    sizes = {"num_mel_bins": 4, "stem_channels": 4, "hidden_sizes": (4,), "kernel_sizes": (3,), "head_channels": 4}
+    network = network_class(QuartzNetConfig(**sizes)).eval()
+    network.classifier.weight.data *= 100
+    generator = np.random.Generator(np.random.PCG64(1))
+    lengths = (RATE // 2, RATE // 5, RATE // 3)
+    recordings = [generator.normal(0, 0.1, length).astype(np.float32) for length in lengths]
+    model = Model(network, ctc_tokenizer(), feature_extractor=extractor)
+    model.network, _ = integer_convolutions(model, [{"input_features": extractor(recordings[:1]).input_features}])
+    assert model.network.reads_mask is (network_class is QuartzNetForCTC)
+    data = SpeechData("speech", [wav(each) for each in recordings], ("one", "two", "three"))
+    batches: list[int] = []
+    model.network.register_forward_hook(lambda module, args, output: batches.append(len(output.logits)))
+    together = transcribe(model, data, range(3))
+    assert batches == ([3] if model.network.reads_mask else [1, 1, 1])
+    assert together == [transcribe(model, data, range(index, index + 1))[0] for index in range(3)]
+    assert len(set(together)) == 3
 
 
 def test_a_recording_longer_than_the_model_reads_is_refused() -> None:

@@ -17,7 +17,11 @@ AudioArgument = Annotated[
 
 
 def run(
-    model: ModelArgument, audio: AudioArgument, device: DeviceOption = "auto", json_file: JsonOption = None
+    model: ModelArgument,
+    audio: AudioArgument,
+    batch_size: Annotated[int, typer.Option(min=1, help="Recordings in a batch, padded to the longest.")] = 8,
+    device: DeviceOption = "auto",
+    json_file: JsonOption = None,
 ) -> None:
     from smelt.data import SpeechData
     from smelt.measure.logits import eval_mode
@@ -34,8 +38,8 @@ def run(
     loaded = load(model, device=device)
     texts: list[str] = []
     with progress_bars() as progress, eval_mode(loaded.network):
-        for index in progress.track(range(len(data)), "transcription"):
-            texts += transcribe(loaded, data, range(index, index + 1))
+        for start in progress.track(range(0, len(data), batch_size), "transcription"):
+            texts += transcribe(loaded, data, range(start, min(start + batch_size, len(data))))
     for path, text in zip(audio, texts, strict=True):
         console.print(text if len(audio) == 1 else f"{path}: {text}", soft_wrap=True)
     transcripts = [{"file": str(path), "text": text} for path, text in zip(audio, texts, strict=True)]

@@ -15,17 +15,18 @@ import torch
 from torch import Tensor
 
 from smelt.errors import FormatError
-from smelt.export.c_source import write_files, write_source
+from smelt.export.c.source import write_files, write_source
 from smelt.export.format import Export, ExportFormat
 from smelt.export.onnx import check_packages, count_types
-from smelt.export.onnx_operators import OPSET, GraphWriter, IntegerOnnx
-from smelt.export.onnx_qdq import QdqOnnx
+from smelt.export.onnx_integer.graph import IntegerOnnx
+from smelt.export.onnx_integer.qdq import QdqOnnx
+from smelt.export.onnx_integer.writer import OPSET, GraphWriter
 from smelt.models.artifact import write_json
 from smelt.models.model import Model
 from smelt.models.verify import probe
 from smelt.runtime.integer.decoder_network import IntegerDecoder
 from smelt.runtime.integer.graph import DTYPES, IntegerGraph
-from smelt.runtime.integer.run import Interpreter
+from smelt.runtime.integer.run import Interpreter, add_default_inputs
 
 _COMPILERS = ("cc", "gcc", "clang")
 _COMPILE_SECONDS = 600
@@ -149,14 +150,12 @@ def integer_graph(model: Model, to: str) -> IntegerGraph:
 
 
 def graph_inputs(model: Model, graph: IntegerGraph, batch: int, length: int) -> dict[str, Tensor]:
-    """Return pseudo-random inputs of a graph on CPU; the last two tokens of three or more are masked."""
-    inputs = probe(model, batch, length)
-    tokens = inputs.get("input_ids")
-    if tokens is not None:
-        inputs["attention_mask"] = torch.ones_like(tokens)
-        if tokens.shape[1] > 2:
-            inputs["attention_mask"][-1, -2:] = 0
-        inputs.setdefault("token_type_ids", torch.zeros_like(tokens))
+    """Return pseudo-random inputs of a graph on CPU; the last two tokens or frames of three or more are masked."""
+    inputs = add_default_inputs(probe(model, batch, length))
+    mask = inputs.get("attention_mask")
+    if mask is not None and mask.shape[1] > 2:
+        inputs["attention_mask"] = mask.clone()
+        inputs["attention_mask"][-1, -2:] = 0
     return {name: graph.quantize(name, inputs[name].cpu()).to(DTYPES[dtype]) for name, dtype in graph.inputs.items()}
 
 

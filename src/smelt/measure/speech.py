@@ -116,7 +116,8 @@ def _check_length(extractor: FeatureExtractor, samples: int, where: str) -> None
 
 def _ctc_transcripts(model: Model, features: BatchFeature) -> list[str]:
     """Return the most likely character of each frame, without repetitions and blanks."""
-    if isinstance(model.network, ProgramNetwork) and not features.attention_mask.all():  # it knows no padding
+    network = model.network
+    if isinstance(network, ProgramNetwork) and not network.reads_mask and not features.attention_mask.all():
         lengths = enumerate(features.attention_mask.sum(1).tolist())
         alone = ({name: values[i : i + 1, ..., :n] for name, values in features.items()} for i, n in lengths)
         return [text for each in alone for text in _ctc_transcripts(model, BatchFeature(each))]

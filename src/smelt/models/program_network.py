@@ -50,6 +50,11 @@ class ProgramNetwork(PreTrainedModel):
     def device(self) -> torch.device:
         return next(self.buffers()).device
 
+    @property
+    def reads_mask(self) -> bool:
+        """Whether the program reads an attention mask, so that inputs of different lengths can be one batch."""
+        return True
+
     @abstractmethod
     def save_program(self, folder: Path) -> None:
         """Write the program and its constants."""

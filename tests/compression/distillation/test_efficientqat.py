@@ -125,6 +125,7 @@ def test_what_cannot_work_is_refused() -> None:
         ({"weights": {"quantizer": "minmax", "weight_format": "nf4"}}, "plain integers"),
         ({**GRID, "inputs": {"quantizer": "lsq"}}, "remove `inputs`"),
         ({**GRID, "exclude": ["mlp"]}, "remove `exclude`"),
+        ({**GRID, "block_lr": 2.0}, "block_lr of efficientqat must lie"),
     ):
         with pytest.raises(RecipeError, match=words):
             METHODS.build("efficientqat", **more)

@@ -67,7 +67,14 @@ def test_slices_of_a_trained_model_are_better_than_those_of_a_rounded_one(tmp_pa
     assert losses["trained", 4] < losses["rounded", 4] + 0.05 and losses["trained", 8] < losses["rounded", 8] + 0.1
 
 
+def test_the_weights_of_the_slices_are_the_papers() -> None:
+    method = METHODS.build("matquant")
+    assert dict(zip(method.slices, method.slice_weights, strict=True)) == {8: 0.1, 4: 0.1, 2: 1.0}
+
+
 def test_bad_slices_are_refused() -> None:
+    with pytest.raises(RecipeError, match="batch_size of matquant must lie"):  # as in every training
+        METHODS.build("matquant", batch_size=0)
     with pytest.raises(RecipeError, match="can be sliced to 2 to 8, not 1"):
         METHODS.build("matquant", slices=[8, 1], slice_weights=[1, 1])
     with pytest.raises(RecipeError, match="one number above 0 for each"):

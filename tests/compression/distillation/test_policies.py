@@ -147,6 +147,11 @@ def test_bad_input_is_refused_with_one_sentence(tmp_path: Path) -> None:
     batch = demonstrations("discrete", 64)
     with pytest.raises(RecipeError, match=r"sqil weights states in the loss qbc; add `\{loss: qbc\}`"):
         METHODS.build("sqil", losses=[{"loss": "labels"}])
+    with pytest.raises(RecipeError, match="important_fraction of sqil must lie"):
+        METHODS.build("sqil", important_fraction=1.5)
+    with pytest.raises(RecipeError, match="groups of 128 do not divide"):  # as in every training
+        coarse = {"quantizer": "minmax", "weight_format": "int4/128"}
+        METHODS.build("sqil", weights=coarse).check(policy("discrete", batch).anatomy)
     with pytest.raises(RecipeError, match="qail compares all outputs of the teacher; remove `cache_logits`"):
         METHODS.build("qail", cache_logits=10)
     with pytest.raises(ModelError, match="sqil perturbs the observations of a policy, and this model reads none"):

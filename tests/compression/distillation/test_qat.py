@@ -299,6 +299,9 @@ def test_what_cannot_work_is_refused_before_training(tmp_path: Path) -> None:
         train(METHODS.build("speq"), BUILDS["resnet"](), unlabeled, tmp_path)
     with pytest.raises(ModelError, match="it needs a language model"):
         train(METHODS.build("tsld"), BUILDS["resnet"](), images(), tmp_path)
+    with pytest.raises(RecipeError, match="groups of 128 do not divide"):
+        coarse = {"quantizer": "minmax", "weight_format": "int4/128"}
+        train(METHODS.build("tsld", weights=coarse), BUILDS["llama"](), text(), tmp_path)
     with pytest.raises(DataError, match=r"negative values.* `signed: true`"):
         settings = {"weights": {"quantizer": "twn"}, "inputs": {"quantizer": "pact", "bits": 8}}
         train(METHODS.build("qat", **settings), BUILDS["llama"](), text(), tmp_path)

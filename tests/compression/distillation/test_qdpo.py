@@ -167,6 +167,10 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         METHODS.build("qdpo", **SETTINGS).apply(Model(BUILDS["bert"]()), MethodContext(batches=prompts()))
     with pytest.raises(RecipeError, match="has a loss of its own"):
         METHODS.build("qdpo", losses=[{"loss": "labels"}])
+    with pytest.raises(RecipeError, match="groups of 128 do not divide"):  # as in every training
+        coarse = {"quantizer": "minmax", "weight_format": "int4/128"}
+        METHODS.build("qdpo", **{**SETTINGS, "weights": coarse}).check(Model(BUILDS["llama"]()).anatomy)
+    assert METHODS.build("qdpo").optimizer.lr == 1e-6, "small, as documented"
     with pytest.raises(DataError, match="leaves too few pairs"):
         exact = {**SETTINGS, "weights": {"quantizer": "minmax", "weight_format": "int8/16"}}
         few = MethodContext(batches=prompts()[:1], folder=tmp_path)

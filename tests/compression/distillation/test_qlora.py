@@ -57,6 +57,13 @@ def test_an_unquantized_model_is_packed_first(tmp_path: Path) -> None:
     assert facts["loss_curve"][0][1] > facts["loss_curve"][-1][1]
 
 
+def test_the_bytes_of_adapters_on_a_packed_model_are_theirs_alone() -> None:
+    model = packed()
+    sizes = [(layer.in_features, layer.out_features) for layer in quantized_layers(model.network).values()]
+    assert METHODS.build("qlora", **SETTINGS).bytes_change(model.anatomy) == sum(4 * 4 * sum(size) for size in sizes)
+    assert METHODS.build("qlora").optimizer.lr == 2e-4, "the paper's for 7 billion parameters"
+
+
 def test_gradients_are_those_of_the_dequantized_layer() -> None:
     layer = next(iter(quantized_layers(packed().network).values()))
     adapted = AdaptedLayer(copy.deepcopy(layer), "layer", 4, torch.Generator().manual_seed(0))
@@ -74,6 +81,9 @@ def test_what_qlora_cannot_train_is_refused(tmp_path: Path) -> None:
         METHODS.build("qlora", inputs={"quantizer": "lsq"})
     model = packed()
     METHODS.build("qlora", **SETTINGS).check(model.anatomy)
+    METHODS.build("qlora", **{**SETTINGS, "rank": 1}).check(model.anatomy)
+    with pytest.raises(RecipeError, match="rank of qlora must lie"):
+        METHODS.build("qlora", rank=0)
     teacher = BUILDS["llama"]()
     teacher.resize_token_embeddings(5)
     teacher.save_pretrained(tmp_path / "teacher")

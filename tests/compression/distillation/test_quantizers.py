@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from smelt.compression.distillation.quantizers import ACTIVATION_QUANTIZERS, WEIGHT_QUANTIZERS
 from smelt.compression.distillation.quantizers.base import round_through
+from smelt.compression.distillation.quantizers.dorefa import Dorefa, DorefaActivations
 from smelt.compression.distillation.quantizers.lsq import Lsq
 from smelt.compression.distillation.quantizers.minmax import MinMaxActivations
 from smelt.compression.distillation.quantizers.pact import Pact
@@ -112,13 +113,55 @@ def _squared_error(weight: Tensor, alpha: float, bits: int, zero: bool) -> float
     return float((nearest - weight).square().mean())
 
 
+def test_a_clipping_level_per_channel_is_that_of_the_channel_alone() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(4, 3, 5, 5) * torch.tensor([0.1, 1.0, 3.0, 10.0]).reshape(4, 1, 1, 1)
+    together = clipping_level(weight, 4, True, per_channel=True)
+    assert together.shape == (4, 1, 1)
+    for channel, alpha in zip(weight, together, strict=True):
+        assert float(alpha) == pytest.approx(float(clipping_level(channel, 4, True)), rel=1e-5)
+    matrix = weight.flatten(1)
+    rows = torch.cat([Sawb(4, True).fake_quantize(row[None], {}) for row in matrix])
+    assert torch.allclose(Sawb(4, True, granularity="channel").fake_quantize(matrix, {}), rows, rtol=1e-5)
+
+
+@pytest.mark.parametrize("number_format", ["int3/row", "int4/row", "int4/tensor", "ternary/row", "int2-float-zero/row"])
+def test_searched_scales_have_the_least_squared_error(number_format: str) -> None:
+    """Of all scales up to that of the largest magnitude: a finer search of each group finds nothing much better."""
+    torch.manual_seed(0)
+    settings = {"quantizer": "lsq", "weight_format": f"{number_format}@float32", "scale_init": "mse"}
+    quantizer = WEIGHT_QUANTIZERS.build(settings)
+    assert isinstance(quantizer, Lsq)
+    weight = torch.randn(4, 64)
+    learned = quantizer.init(weight)
+    largest = weight.abs().max() / quantizer.levels[1]
+
+    def errors(scale: Tensor) -> Tensor:
+        groups = quantizer.fake_quantize(weight, {**learned, "scale": scale}) - weight
+        squares = groups.square().reshape(*learned["scale"].shape[:2], -1)
+        return squares.sum(-1) if scale.numel() > 1 else squares.sum().reshape(1, 1)
+
+    tried = [errors(torch.full_like(learned["scale"], float(largest) * step / 300)) for step in range(1, 301)]
+    best = torch.stack(tried).amin(0)
+    assert bool((errors(learned["scale"]) <= 1.02 * best).all())
+
+
+def test_dorefa_by_hand() -> None:
+    """Two bits: weights on -1, -1/3, 1/3 and 1 after the tanh, inputs on 0, 1/3, 2/3 and 1."""
+    weight = torch.tensor([[1.0, 0.2, -0.5, -1.0]]).mul(0.8).atanh()
+    quantized = Dorefa(2).fake_quantize(weight, {})
+    assert torch.allclose(quantized, torch.tensor([[1, 1 / 3, -1 / 3, -1]]), atol=1e-6)
+    inputs = DorefaActivations(2).fake_quantize(torch.tensor([-0.5, 0.2, 0.55, 0.9, 2.0]), 2, {})
+    assert torch.allclose(inputs, torch.tensor([0, 1 / 3, 2 / 3, 1, 1]), atol=1e-6)
+
+
 def test_weights_of_equal_magnitude_are_clipped_at_the_largest() -> None:
     assert float(clipping_level(torch.ones(4, 4), 8, True)) == 1.0
 
 
 def test_ternary_weights_by_hand() -> None:
-    weight = torch.tensor([[0.1, -0.35, 0.9, -1.0], [0.0, 0.0, 0.0, 0.0]])  # the threshold is 0.41
-    assert torch.allclose(Twn().fake_quantize(weight, {}), torch.tensor([[0, 0, 0.95, -0.95], [0.0] * 4]))
+    weight = torch.tensor([[0.1, -0.35, 0.6, -1.0], [0.0, 0.0, 0.0, 0.0]])  # the threshold is 0.36
+    assert torch.allclose(Twn().fake_quantize(weight, {}), torch.tensor([[0, 0, 0.8, -0.8], [0.0] * 4]))
 
 
 def gradients(quantizer: Pact, x: Tensor, alpha: float, bits: int) -> tuple[Tensor, float]:
@@ -309,6 +352,12 @@ def test_minmax_activations_by_hand() -> None:
     x = torch.tensor([-1.0, 0.6, 1.4, 3.0, 3.2], requires_grad=True)
     y = quantizer.fake_quantize(x, 2, learned)
     assert y.tolist() == [0, 1, 1, 3, 3]
+    y.sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [0, 1, 1, 1, 0]
+    signed = MinMaxActivations(3, signed=True)
+    x = torch.tensor([-3.0, -1.9, 0.2, 1.4, 1.9], requires_grad=True)
+    y = signed.fake_quantize(x, 3, {"amax": torch.tensor(1.5)})  # steps of a half, from -2 to 1.5
+    assert y.tolist() == [-2, -2, 0, 1.5, 1.5]
     y.sum().backward()
     assert x.grad is not None and x.grad.tolist() == [0, 1, 1, 1, 0]
 

@@ -291,6 +291,9 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         apply("teacher-intervention", bert, [{k: v for k, v in texts()[0].items() if k != "labels"}], tmp_path)
     with pytest.raises(RecipeError, match=r"trains for 6 steps and the teacher intervenes in the first 60"):
         apply("teacher-intervention", BUILDS["bert"](), texts(), tmp_path, epochs=1)
+    with pytest.raises(RecipeError, match="groups of 128 do not divide"):  # as in every training
+        coarse = {"quantizer": "minmax", "weight_format": "int4/128"}
+        METHODS.build("teacher-intervention", weights=coarse).check(anatomy_of(BUILDS["bert"]()))
     with pytest.raises(RecipeError, match="mode of teacher-intervention must be one of gradual"):
         METHODS.build("teacher-intervention", mode="late")
     with pytest.raises(RecipeError, match="needs a teacher"):

@@ -115,7 +115,7 @@ def test_features_are_quantized_by_the_scale_of_the_input() -> None:
     network = quartznet()
     _, graph = converted(network)
     values = inputs(network, seed=1)
-    expected = Interpreter(graph).run({"input_features": quantized(graph, values)})["logits"]
+    expected = Interpreter(graph).run(quantized(graph, values))["logits"]
     actual = IntegerNetwork(graph, network)(input_features=values).logits
     assert torch.equal(actual, graph.dequantize("logits", expected))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from typing import Any
 
 import pytest
@@ -20,13 +20,13 @@ from smelt.models.inputs import random_inputs
 from smelt.runtime.integer.convolutions import (
     LOGITS,
     BitWidths,
-    TracedNetwork,
     check_convolutions,
     convert_convolutions,
     tensor_sqnr,
 )
 from smelt.runtime.integer.graph import IntegerGraph
-from smelt.runtime.integer.run import Interpreter
+from smelt.runtime.integer.run import Interpreter, add_default_inputs
+from smelt.runtime.integer.traced_network import TracedNetwork
 from tests.models.test_batch_norm import resnet
 from tests.models.test_quartznet import quartznet
 
@@ -51,15 +51,17 @@ def converted(network: PreTrainedModel, bits: BitWidths = BitWidths()) -> tuple[
     return traced, convert_convolutions(traced, ranges, bits)[0]
 
 
-def quantized(graph: IntegerGraph, values: Tensor) -> Tensor:
-    [name] = graph.inputs
-    return (values / graph.scales[name]).round().clamp(-128, 127).to(torch.int8)
+def quantized(graph: IntegerGraph, values: Tensor) -> dict[str, Tensor]:
+    """Return the inputs of a graph; nothing is padding."""
+    name = next(iter(graph.inputs))
+    codes = (values / graph.scales[name]).round().clamp(-128, 127).to(torch.int8)
+    given = add_default_inputs({name: codes})
+    return {name: given[name] for name in graph.inputs}
 
 
-def simulate(graph: IntegerGraph, values: Tensor) -> Tensor:
+def simulate(graph: IntegerGraph, values: dict[str, Tensor]) -> Tensor:
     """Run a graph in float64, with PyTorch's own convolutions and division instead of shifts."""
-    [name] = graph.inputs
-    known = {name: values.double()}
+    known = {name: tensor.double() for name, tensor in values.items()}
     for node in graph.nodes:
         x: Any = [known[source] for source in node.inputs]
         constants = {key: tensor.double() for key, tensor in node.constants.items()}
@@ -76,6 +78,12 @@ def simulate(graph: IntegerGraph, values: Tensor) -> Tensor:
             result = (x[0] * ratio + 0.5).floor().clamp(attributes["minimum"], attributes["maximum"])
         elif node.op == "add":
             result = x[0] + x[1]
+        elif node.op == "multiply":
+            result = x[0] * x[1]
+        elif node.op == "max_pool" and "conv" not in node.inputs[0]:  # of a mask
+            result = x[0][..., :: attributes["stride"][0]]
+        elif node.op == "reshape" and attributes["shape"] == [0, 1, -1]:
+            result = x[0][:, None]
         elif node.op == "mean":
             result = x[0].sum(attributes["axis"])
         elif node.op == "permute":
@@ -97,12 +105,12 @@ def test_the_graph_is_near_the_float_network_and_equals_its_simulation(build: An
     values = inputs(network, seed=1)
     with torch.no_grad():
         expected = network(**{network.main_input_name: values}).logits
-    integers = Interpreter(graph, check_ranges=True).run({network.main_input_name: quantized(graph, values)})[LOGITS]
+    integers = Interpreter(graph, check_ranges=True).run(quantized(graph, values))[LOGITS]
     assert integers.dtype == torch.int16 and integers.shape == expected.shape
     error = (graph.dequantize(LOGITS, integers) - expected).norm() / expected.norm()
     assert error < 0.05, error
     assert torch.equal(integers.double(), simulate(graph, quantized(graph, values)))
-    alone = Interpreter(graph).run({network.main_input_name: quantized(graph, values[:1])})[LOGITS]
+    alone = Interpreter(graph).run(quantized(graph, values[:1]))[LOGITS]
     assert torch.equal(alone, integers[:1])  # any batch size
 
 
@@ -112,15 +120,63 @@ def test_a_spectrogram_of_another_length_runs() -> None:
     values = torch.randn(1, 16, 33, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         expected = network(values).logits
-    logits = graph.dequantize(LOGITS, Interpreter(graph).run({"input_features": quantized(graph, values)})[LOGITS])
+    logits = graph.dequantize(LOGITS, Interpreter(graph).run(quantized(graph, values))[LOGITS])
     assert logits.shape == expected.shape and (logits - expected).norm() / expected.norm() < 0.05
+
+
+def padded(graph: IntegerGraph, values: Tensor, lengths: list[int]) -> dict[str, Tensor]:
+    """Return spectrograms of different lengths as a batch; what is beyond them is noise, which the mask hides."""
+    given = quantized(graph, values)
+    given["attention_mask"] = (torch.arange(values.shape[-1]) < torch.tensor(lengths)[:, None]).to(torch.int8)
+    return given
+
+
+def test_recordings_of_a_padded_batch_have_the_bits_that_they_have_alone() -> None:
+    network = quartznet()
+    _, graph = converted(network)
+    values, lengths = inputs(network, seed=1), [60, 41, 22, 1]
+    together = Interpreter(graph, check_ranges=True).run(padded(graph, values, lengths))[LOGITS]
+    with torch.no_grad():
+        expected = network(values, padded(graph, values, lengths)["attention_mask"]).logits
+    for row, length in enumerate(lengths):
+        alone = Interpreter(graph).run(quantized(graph, values[row : row + 1, :, :length]))[LOGITS]
+        frames = alone.shape[1]
+        assert frames == -(-length // network.config.stem_stride)
+        assert torch.equal(together[row, :frames], alone[0])
+        difference = graph.dequantize(LOGITS, alone[0]) - expected[row, :frames]
+        assert difference.norm() / expected[row, :frames].norm() < 0.05
+    unmasked = Interpreter(graph).run(quantized(graph, values))[LOGITS]
+    assert not torch.equal(unmasked[1], together[1])
+
+
+class OtherMask(nn.Module):
+    """A network that does to its mask what no integer operator does."""
+
+    main_input_name = "input_features"
+
+    def __init__(self, operator: str) -> None:
+        super().__init__()
+        self.operator, self.convolution = operator, nn.Conv1d(4, 4, 3)
+
+    def forward(self, input_features: Tensor, attention_mask: Tensor) -> tuple[Tensor]:
+        mask = attention_mask[:, None].to(input_features.dtype)
+        mask = mask.flip(-1) if self.operator == "flip" else mask[::2]
+        return (self.convolution(input_features[: len(mask)] * mask),)
+
+
+@pytest.mark.parametrize("operator", ["flip", "slice"])
+def test_a_mask_that_has_no_integer_form_is_refused(operator: str) -> None:
+    network: Any = OtherMask(operator).eval()
+    traced = TracedNetwork(network, {"input_features": torch.randn(1, 4, 20)})
+    with pytest.raises(ConversionError, match=rf"the operator aten\.{operator}.* on a mask has no integer form"):
+        convert_convolutions(traced, {"input_features": 1.0})
 
 
 @pytest.mark.parametrize("bits", [2, 4, 6])
 def test_fewer_bits_use_fewer_levels(bits: int) -> None:
     network = quartznet()
     _, graph = converted(network, BitWidths(bits, bits))
-    for node, value in Interpreter(graph).trace({"input_features": quantized(graph, 3 * inputs(network))}):
+    for node, value in Interpreter(graph).trace(quantized(graph, 3 * inputs(network))):
         weight = node.constants.get("weight")
         assert weight is None or int(weight.abs().max()) <= 2 ** (bits - 1) - 1
         if node.dtype == "uint8":
@@ -133,7 +189,7 @@ def test_fewer_bits_use_fewer_levels(bits: int) -> None:
 def test_unsigned_tensors_follow_relus_only() -> None:
     traced, graph = converted(quartznet())
     relus = sum("relu" in node.name for node in traced.nodes)
-    assert relus == sum(node.dtype == "uint8" for node in graph.nodes)
+    assert relus == sum(node.dtype == "uint8" and node.op == "requantize" for node in graph.nodes)
 
 
 def test_relu6_and_pooling_are_converted() -> None:
@@ -155,6 +211,19 @@ def test_relu6_and_pooling_are_converted() -> None:
     assert {"max_pool", "avg_pool"} <= {node.op for node in graph.nodes}
 
 
+def test_flattening_drops_the_axes_of_images_of_one_pixel() -> None:
+    """An integer mean has dropped them already, which the name of a layer does not tell."""
+    network: Any = CifarResNetForImageClassification(CifarResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1]))
+    network.resnet.pooler = nn.Sequential(OrderedDict(mean=nn.Conv2d(4, 4, 32)))
+    network.eval()
+    _, graph = converted(network)
+    integers = Interpreter(graph).run(quantized(graph, inputs(network)))[LOGITS]
+    with torch.no_grad():
+        expected = network(inputs(network)).logits
+    assert integers.shape == expected.shape
+    assert (graph.dequantize(LOGITS, integers) - expected).norm() / expected.norm() < 0.05
+
+
 def test_channels_without_weight_are_converted() -> None:
     network = quartznet()
     with torch.no_grad():
@@ -165,7 +234,7 @@ def test_channels_without_weight_are_converted() -> None:
         expected = network(inputs(network)).logits
     _, graph = converted(network)
     values = quantized(graph, inputs(network))
-    logits = graph.dequantize(LOGITS, Interpreter(graph, check_ranges=True).run({"input_features": values})[LOGITS])
+    logits = graph.dequantize(LOGITS, Interpreter(graph, check_ranges=True).run(values)[LOGITS])
     assert (logits - expected).norm() / expected.norm() < 0.05
 
 

@@ -17,7 +17,7 @@ from smelt.runtime.integer.debug import NONLINEAR, LayerSqnr, float_interpreter,
 from smelt.runtime.integer.encoders import check_encoder, convert_encoder, observed_modules
 from smelt.runtime.integer.graph import IntegerGraph
 from smelt.runtime.integer.network import IntegerNetwork
-from smelt.runtime.integer.run import Interpreter, token_inputs
+from smelt.runtime.integer.run import Interpreter, add_default_inputs
 from tests.tiny import BUILDS, ENCODER, build_network
 
 ENCODERS = ("bert", "roberta", "distilbert", "mpnet")
@@ -47,7 +47,7 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_integer_encoder_is_close_to_the_float_encoder(name: str) -> None:
     network = BUILDS[name]()
     graph, batch = converted(network), padded_batch(seed=9)
-    outputs = Interpreter(graph, check_ranges=True).run(token_inputs(batch))
+    outputs = Interpreter(graph, check_ranges=True).run(add_default_inputs(batch))
     with torch.no_grad():
         expected = network(**batch, output_hidden_states=True)
     visible = batch["attention_mask"].bool()
@@ -63,11 +63,11 @@ def test_padding_does_not_change_a_single_bit(name: str) -> None:
     network = BUILDS[name]()
     interpreter = Interpreter(converted(network))
     batch = padded_batch()
-    together = interpreter.run(token_inputs(batch))["logits"]
+    together = interpreter.run(add_default_inputs(batch))["logits"]
     for row in range(len(together)):
         length = int(batch["attention_mask"][row].sum())
         single = {key: value[row : row + 1, :length] for key, value in batch.items()}
-        alone = interpreter.run(token_inputs(single))["logits"]
+        alone = interpreter.run(add_default_inputs(single))["logits"]
         assert torch.equal(alone[0], together[row])
 
 
@@ -76,7 +76,7 @@ def test_kernels_give_the_bits_of_the_reference(name: str) -> None:
     network = BUILDS[name]()
     graph, batch = converted(network), padded_batch(seed=9)
     output = IntegerNetwork(graph, network)(**batch)
-    expected = Interpreter(graph).run(token_inputs(batch))
+    expected = Interpreter(graph).run(add_default_inputs(batch))
     for key in graph.outputs:
         assert torch.equal(output[key], graph.dequantize(key, expected[key]))
 
@@ -119,7 +119,9 @@ def test_relu_is_the_minimum_of_a_requantization() -> None:
     assert "gelu" not in {node.op for node in graph.nodes}
     with torch.no_grad():
         expected = network(**batch).logits
-    assert cosine(graph.dequantize("logits", Interpreter(graph).run(token_inputs(batch))["logits"]), expected) > 0.99
+    assert (
+        cosine(graph.dequantize("logits", Interpreter(graph).run(add_default_inputs(batch))["logits"]), expected) > 0.99
+    )
 
 
 def test_sqnr_per_layer_and_nonlinearities_in_float() -> None:
@@ -128,11 +130,11 @@ def test_sqnr_per_layer_and_nonlinearities_in_float() -> None:
     rows = {(row.layer, row.op): row.decibels for row in layer_sqnr(network, graph, [batch])}
     assert rows["bert.embeddings.word_embeddings", "embedding"] > 40
     assert all(15 < decibels < 60 for decibels in rows.values()), rows
-    exact = Interpreter(graph).run(token_inputs(batch))["logits"]
+    exact = Interpreter(graph).run(add_default_inputs(batch))["logits"]
     for op in NONLINEAR:  # close, but not the integer form
-        switched = float_interpreter(graph, [op]).run(token_inputs(batch))["logits"]
+        switched = float_interpreter(graph, [op]).run(add_default_inputs(batch))["logits"]
         assert cosine(switched, exact) > 0.99, op
-    assert not torch.equal(float_interpreter(graph, NONLINEAR).run(token_inputs(batch))["logits"], exact)
+    assert not torch.equal(float_interpreter(graph, NONLINEAR).run(add_default_inputs(batch))["logits"], exact)
     # A broken layer shows where it is.
     with torch.no_grad():
         network.bert.encoder.layer[1].output.dense.weight.mul_(1.5)
@@ -201,5 +203,5 @@ def test_row_of_zero_weights_and_large_bias() -> None:
         network.classifier.weight[1] = 0.0
         network.classifier.bias[1] = 7.0
     graph = converted(network)
-    logits = graph.dequantize("logits", Interpreter(graph).run(token_inputs(padded_batch()))["logits"])
+    logits = graph.dequantize("logits", Interpreter(graph).run(add_default_inputs(padded_batch()))["logits"])
     assert (logits[:, 1] - 7.0).abs().max() < 1e-3

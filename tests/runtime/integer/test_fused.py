@@ -15,10 +15,11 @@ from smelt.kernels.integer import integer_kernels
 from smelt.kernels.integer_interface import Add, Gelu, Requantize
 from smelt.models.load import load
 from smelt.runtime.integer import run
+from smelt.runtime.integer.constants import softmax_constants
 from smelt.runtime.integer.encoders import convert_encoder, observed_modules
-from smelt.runtime.integer.fused import FusedProgram, LinearCall, MapCall, NormCall, ReferenceCall
+from smelt.runtime.integer.fused import FusedProgram, LinearCall, MapCall, NormCall, ReferenceCall, SoftmaxCall
 from smelt.runtime.integer.graph import IntegerGraph, Node
-from smelt.runtime.integer.run import Interpreter, preferred_backend, token_inputs
+from smelt.runtime.integer.run import Interpreter, add_default_inputs, preferred_backend
 from tests.kernels.instruction_sets import NEEDS_COMPILER
 from tests.runtime.integer.encoder_graph import random_encoder, token_batch
 
@@ -53,7 +54,7 @@ def test_minilm() -> None:
         pytest.skip(str(error))
     assert model.tokenizer is not None
     sentences = ["A man is playing a guitar.", "The stock market fell sharply today, and nobody knew why.", "Yes"]
-    batch = token_inputs(dict(model.tokenizer(sentences, padding=True, return_tensors="pt")))
+    batch = add_default_inputs(dict(model.tokenizer(sentences, padding=True, return_tensors="pt")))
     ranges = observe_ranges(model.network, observed_modules(model.network), [batch])
     assert_same_outputs(convert_encoder(model.network, ranges), batch)
 
@@ -112,6 +113,21 @@ def test_elementwise_nodes_without_a_product() -> None:
     assert kinds.count(MapCall) == 2 and kinds.count(ReferenceCall) == 4
     nodes[1] = replace(nodes[1], dtype="int32", constants={**table, "intercepts": torch.tensor([0, 5, -7, 9])})
     assert_same_outputs(graph, inputs)
+
+
+def test_a_softmax_alone_and_a_sum_of_what_no_kernel_reads() -> None:
+    """A softmax without a mask, and one operand of a sum that is requantized from int64."""
+    softmax: dict[str, int | list[int]] = {**softmax_constants(0.01, 6, "layer")[0]}
+    nodes = [
+        Node("softmax", ("x",), "probabilities", "int8", softmax),
+        requantize("wide", "narrow"),
+        Node("add", ("x", "narrow"), "sum", "int32"),
+    ]
+    graph = IntegerGraph({"x": "int32", "wide": "int64"}, nodes, ["probabilities", "sum"])
+    graph.check()
+    wide = torch.randint(-(2**31), 2**31, (2, 5, 6)) // 2**24
+    assert_same_outputs(graph, {"x": torch.randint(-400, 400, (2, 5, 6)), "wide": wide})
+    assert [type(call) for call in fused(graph).calls] == [SoftmaxCall, ReferenceCall, MapCall]
 
 
 def test_products_of_activations_without_attention() -> None:

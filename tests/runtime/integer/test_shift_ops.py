@@ -131,6 +131,15 @@ def test_layer_norm(scale: float) -> None:
     assert float((result - newton).abs().max()) < 1e-2
 
 
+def test_the_mean_of_layer_norm_is_rounded_half_up() -> None:
+    x = torch.tensor([[1, 2], [-2, -1], [0, 2]])  # the means are 1.5, -1.5 and 1
+    weight, bias = torch.ones(2, dtype=torch.int32), torch.tensor([0, 7], dtype=torch.int32)
+    constants = {"weight": weight, "bias": bias, "epsilon": 0, "shift": 0, "reciprocal_bits": 30, "output_bits": 8}
+    result = ops.OPERATORS["layer_norm_shift"](x, **constants)
+    assert result[:2].tolist() == [[-256, 7], [-256, 7]]
+    assert result[2, 0] == -(result[2, 1] - 7) < 0
+
+
 def test_refusals_name_the_layer() -> None:
     for scale in (1e-10, 1.5):
         with pytest.raises(ConversionError, match=r"encoder\.0.*between 1e-9 and 1"):

@@ -34,6 +34,16 @@ def test_softmax_by_tables(scale: float, length: int) -> None:
     assert int(ops.softmax_table(x, **attributes, **constants).max()) <= 2**11
 
 
+def test_probabilities_by_tables_are_rounded_half_up() -> None:
+    """Their errors have no bias: rounding down, or at another fraction, would shift all of them."""
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(200, 64, generator=generator) / 0.01).round().to(torch.int32)
+    attributes, constants, scale = softmax_table_constants(0.01, 64, "layer")
+    levels = ops.softmax_table(x, **attributes, **constants).double()
+    expected = (x.double() * 0.01).softmax(-1) / scale
+    assert abs(float((levels - expected).mean())) < 0.05
+
+
 def test_masked_positions_have_no_probability() -> None:
     x = torch.tensor([[100, 900, -50], [5, 6, 7]], dtype=torch.int32)
     mask = torch.tensor([[1, 0, 1], [0, 0, 0]])

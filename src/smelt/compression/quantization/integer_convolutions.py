@@ -13,8 +13,9 @@ from smelt.compression.calibration.observers import HistogramObserver
 from smelt.errors import DataError
 from smelt.models.model import Model
 from smelt.progress import NullProgress, Progress
-from smelt.runtime.integer.convolutions import BitWidths, TracedNetwork, convert_convolutions, tensor_sqnr
+from smelt.runtime.integer.convolutions import BitWidths, convert_convolutions, tensor_sqnr
 from smelt.runtime.integer.network import IntegerNetwork
+from smelt.runtime.integer.traced_network import TracedNetwork
 
 Batch = dict[str, Tensor]
 

@@ -5,13 +5,16 @@ have one scale per output channel, activations one per tensor. A tensor after a 
 minimum of its requantization. The operands of a residual sum are requantized to a scale `2**_SUM_BITS` times finer than
 that of the sum, so that the sum is rounded once. The logits have 16 bits and one scale for all classes, with room for
 values beyond the calibrated range, so that arg max needs no float.
+
+A batch of recordings of different lengths is padded, and the graph multiplies by a mask of ones and zeros where the
+float network does: before every convolution over time. Each recording then has the bits that it has alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,16 +23,18 @@ from torch.fx import Node as FloatNode
 from transformers import PreTrainedModel
 
 from smelt.errors import ConversionError
-from smelt.models.batch_norm import BATCH_NORMS, batch_norms, fold_batch_norms
+from smelt.models.batch_norm import BATCH_NORMS
 from smelt.runtime.integer.builder import GraphBuilder, QTensor
 from smelt.runtime.integer.graph import DTYPES, IntegerGraph
-from smelt.runtime.integer.run import Interpreter
+from smelt.runtime.integer.run import Interpreter, add_default_inputs
+from smelt.runtime.integer.traced_network import MASK, TracedNetwork
 
 LOGITS = "logits"
 _SUM_BITS = 8
 _LOGIT_LIMIT = 2**15 - 1
 _LOGIT_HEADROOM = 16  # logits beyond the range of the calibration data must not become equal
 _MAX_BIAS = 2**30
+_END = 2**63 - 1  # of a slice without an end, in a traced network
 _SMALLEST_SCALE_RATIO = 2.0**-24  # of the scales of two output channels
 
 _aten = torch.ops.aten
@@ -42,6 +47,7 @@ _LAYERS = (
     nn.Dropout, nn.Identity,
 )  # fmt: skip
 _IDENTITIES = (_aten.dropout.default, _aten.contiguous.default, _aten.alias.default, _aten.clone.default)
+_CASTS = (_aten.to.dtype, _aten._to_copy.default)
 
 
 @dataclass(frozen=True)
@@ -60,57 +66,6 @@ class BitWidths:
     def activation_range(self, unsigned: bool) -> tuple[int, int]:
         limit = 2**self.activations - 1 if unsigned else 2 ** (self.activations - 1) - 1
         return (0, limit) if unsigned else (-limit, limit)
-
-
-class TracedNetwork:
-    """The operators of a float network in execution order, with its batch norms folded."""
-
-    def __init__(self, network: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None:
-        """Fold the batch norms of the network in place and trace it; the sizes of `inputs` may be others later."""
-        self.input = network.main_input_name
-        given = {self.input: torch.cat([inputs[self.input][:1]] * 2)}  # a batch of one would be taken for a constant
-        fold_batch_norms(network, given)
-        for path in batch_norms(network):
-            raise ConversionError(f"{path}: this batch norm follows no convolution, so that it has no integer form.")
-        # Recordings have any length; the size of images decides about pooling.
-        axes = (0, 2) if given[self.input].dim() == 3 else (0,)
-        dynamic = dict.fromkeys(axes, torch.export.Dim.AUTO)
-        try:
-            with torch.no_grad():
-                program = torch.export.export(
-                    network, (), kwargs=given, dynamic_shapes={self.input: dynamic}, strict=False
-                )
-        except Exception as error:  # of any kind, from the code of the network
-            raise ConversionError(
-                f"{type(network).__name__} cannot be traced ({' '.join(str(error).split())[:200]})."
-            ) from error
-        signature = program.graph_signature
-        state = {**program.state_dict, **program.constants}
-        self.tensors: dict[str, Tensor] = {
-            spec.arg.name: state[spec.target].detach()
-            for spec in signature.input_specs
-            if spec.target is not None and spec.target in state
-        }
-        self.output = str(signature.user_outputs[0])
-        self.nodes: list[FloatNode] = [node for node in program.graph.nodes if node.op == "call_function"]
-
-    @torch.no_grad()
-    def run(self, values: Tensor, observe: Callable[[str, Tensor], None]) -> Tensor:
-        """Run the float network; `observe` is called with the name and value of its input and of every result."""
-        environment: dict[str, Any] = {**self.tensors, self.input: values}
-        observe(self.input, values)
-        for node in self.nodes:
-            arguments = [_resolve(argument, environment) for argument in node.args]
-            named = {key: _resolve(argument, environment) for key, argument in node.kwargs.items()}
-            result = node.target(*arguments, **named)  # type: ignore[operator]
-            environment[node.name] = result
-            if isinstance(result, Tensor):
-                observe(node.name, result)
-        output: Tensor = environment[self.output]
-        return output
-
-    def readers(self, name: str) -> list[FloatNode]:
-        return [node for node in self.nodes if any(each.name == name for each in node.all_input_nodes)]
 
 
 def is_convolutional(network: PreTrainedModel) -> bool:
@@ -139,8 +94,8 @@ def convert_convolutions(
     stand for.
 
     `ranges` has the largest magnitude of every tensor that `TracedNetwork.run` shows. The input of the graph is that of
-    the network in int8 (uint8 if it is never negative, as pixels are), by `scales[input]`; its output is `logits` in
-    int16.
+    the network in int8 (uint8 if it is never negative, as pixels are), by `scales[input]`, and the mask of
+    recordings, if the network reads one; its output is `logits` in int16.
     """
     conversion = _Conversion(traced, ranges, bits, unsigned_input)
     return conversion.convert(), conversion.sources
@@ -157,7 +112,7 @@ def tensor_sqnr(
     scaled = values.double() / torch.tensor(graph.scales[traced.input], dtype=torch.float64)
     quantized = scaled.round().clamp(limits.min, limits.max).to(dtype)
     ratios = {}
-    for node, tensor in Interpreter(graph).trace({traced.input: quantized}):
+    for node, tensor in Interpreter(graph).trace(add_default_inputs({traced.input: quantized})):
         if node.output in sources:
             signal = expected[sources[node.output]].double()
             noise = signal - graph.dequantize(node.output, tensor).double()
@@ -170,11 +125,14 @@ class _Conversion:
         self, traced: TracedNetwork, ranges: Mapping[str, float], bits: BitWidths, unsigned_input: bool
     ) -> None:
         self.traced, self.ranges, self.bits, self.unsigned_input = traced, ranges, bits, unsigned_input
-        self.builder = GraphBuilder({traced.input: "uint8" if unsigned_input else "int8"})
+        inputs = {traced.input: "uint8" if unsigned_input else "int8", **({MASK: "int8"} if traced.has_mask else {})}
+        self.builder = GraphBuilder(inputs)
         self.values: dict[str, QTensor] = {}
         self.dtypes: dict[str, str] = {}  # of graph tensors
         self.sources: dict[str, str] = {}
         self.axes: dict[str, int] = {}  # of graph tensors whose scales are per channel: the axis of the channels
+        self.masks: set[str] = set()  # float tensors that are a mask of ones and zeros
+        self.means: set[str] = set()  # graph tensors that are means
 
     def convert(self) -> IntegerGraph:
         name = self.traced.input
@@ -185,6 +143,9 @@ class _Conversion:
         self.values[name] = self._keep(self.builder.input(name, scale, 255 if self.unsigned_input else 128), dtype)
         if self.bits.activations < 8:
             self.values[name] = self._requantize(self.values[name], scale, name, dtype, low, limit)
+        if self.traced.has_mask:
+            self.values[MASK] = self._keep(self.builder.input(MASK, bound=1), "int8")
+            self.masks.add(MASK)
         for node in self.traced.nodes:
             converted = self._convert(node)
             if converted is not None:
@@ -199,6 +160,10 @@ class _Conversion:
     def _convert(self, node: FloatNode) -> QTensor | None:
         target: Any = node.target
         layer = _layer(node)
+        if node.args and getattr(node.args[0], "name", "") in self.masks:
+            return self._mask(node, layer)
+        if target is _aten.mul.Tensor and getattr(node.args[1], "name", "") in self.masks:
+            return self._masked(node, layer)
         if target in _CONVOLUTIONS or target is _aten.linear.default:
             return self._product(node, layer)
         if target in _RELUS or target in _CLIPS:
@@ -277,6 +242,32 @@ class _Conversion:
         fine = [self._requantize(operand, scale, layer, "int32", None, None) for operand in operands]
         return self._keep(self.builder.add(fine[0], fine[1], layer), "int32")
 
+    def _mask(self, node: FloatNode, layer: str) -> QTensor | None:
+        """Convert what is done to the mask before a product: a new axis, a cast, every n-th frame."""
+        if not isinstance(node.meta.get("val"), Tensor):  # an assertion
+            return None
+        target, (source, *arguments) = node.target, node.args
+        x, axes = self.values[_name(source)], _shaped(source).ndim
+        if target is _aten.unsqueeze.default and (axes, arguments[0]) == (2, 1):
+            x = self._keep(self.builder.reshape(x, [0, 1, -1], "mask"), "int8")
+        elif target is _aten.slice.Tensor and (step := _frame_step(arguments, axes)):
+            if step > 1:
+                attributes: dict[str, Any] = {"kernel": [1], "stride": [step]}
+                x = self.builder.node("max_pool", [x], "mask", dtype="int8", scale=1.0, bound=1, attributes=attributes)
+                x = self._keep(x, "int8")
+        elif target not in (*_CASTS, *_IDENTITIES):
+            raise ConversionError(f"{layer}: the operator {target} on a mask has no integer form.")
+        self.masks.add(node.name)
+        return x
+
+    def _masked(self, node: FloatNode, layer: str) -> QTensor:
+        """Set the frames outside of the recordings to zero."""
+        x, mask = self._activation(_name(node.args[0]), layer), self.values[_name(node.args[1])]
+        dtype = self.dtypes[x.name]
+        limit = torch.iinfo(DTYPES[dtype]).max
+        result = self.builder.node("multiply", [x, mask], layer, dtype=dtype, scale=x.scale, bound=min(x.bound, limit))
+        return self._keep(replace(result, bound=x.bound), dtype)  # -128 stays what it is
+
     def _mean(self, node: FloatNode, layer: str) -> QTensor:
         """Average over the axes after the channels: an integer sum whose scale has the division in it."""
         source = _name(node.args[0])
@@ -300,6 +291,7 @@ class _Conversion:
             )  # fmt: skip
         result = QTensor(result.name, x.scale / count, x.bound * count)
         self.builder.graph.scales[result.name] = float(result.scale)
+        self.means.add(result.name)
         return result
 
     def _pool(self, node: FloatNode, layer: str) -> QTensor:
@@ -327,7 +319,7 @@ class _Conversion:
         before, after = _shaped(node.args[0]).shape, _shaped(node).shape
         if len(after) != 2 or math.prod(before[1:]) != after[1]:
             raise ConversionError(f"{layer}: reshaping to other than [batch, features] has no integer form.")
-        if all(size == 1 for size in before[2:]) and "mean" in x.name:
+        if x.name in self.means:
             return x  # the integer mean drops the axes that it sums over
         x = self._activation(_name(node.args[0]), layer)
         dtype = self.dtypes[x.name]
@@ -397,6 +389,12 @@ class _Conversion:
         return tensor.cpu()
 
 
+def _frame_step(arguments: Sequence[Any], axes: int) -> int:
+    """Return n of a slice that keeps every n-th position of the last axis, 1 of one that keeps all of any, else 0."""
+    axis, start, end, step = [*arguments, 1][:4]
+    return int(step) if (start, end) == (0, _END) and (step == 1 or axis % axes == axes - 1) else 0
+
+
 def _convolution_attributes(op: str, given: Mapping[str, Any], layer: str) -> dict[str, Any]:
     axes = 1 if op == "conv1d" else 2
     if isinstance(given.get("padding"), str):
@@ -415,14 +413,6 @@ def _spread(value: Any, default: int, axes: int) -> list[int]:
 
 def _pair(value: Any) -> list[int]:
     return _spread(value, 0, 2)
-
-
-def _resolve(argument: Any, environment: Mapping[str, Any]) -> Any:
-    if isinstance(argument, FloatNode):
-        return environment[argument.name]
-    if isinstance(argument, Sequence) and not isinstance(argument, str):
-        return [_resolve(each, environment) for each in argument]
-    return argument
 
 
 def _name(argument: Any) -> str:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smelt.runtime.integer.graph import IntegerGraph, Node
-from smelt.runtime.integer.run import Interpreter, token_inputs
+from smelt.runtime.integer.run import Interpreter, add_default_inputs
 
 GraphInputs = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 # Operators whose result is that of their float module.
@@ -41,7 +41,7 @@ def layer_sqnr(
     graph: IntegerGraph,
     batches: Iterable[Mapping[str, Tensor]],
     to_float: Collection[str] = (),
-    graph_inputs: GraphInputs = token_inputs,
+    graph_inputs: GraphInputs = add_default_inputs,
 ) -> list[LayerSqnr]:
     """Compare the output of every layer with the float network it was converted from, padding excluded.
 

@@ -8,7 +8,7 @@ What has no kernel runs by the reference, and every result has its bits.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,6 +117,35 @@ class MapCall(KernelCall):
         return [kernels.map(x, self.steps, self.dtype, operands)]
 
 
+@dataclass
+class PaddingCheck(KernelCall):
+    """Whether a mask of ones and zeros hides anything: the mask, or a tensor without elements if it does not."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def run(self, kernels: IntegerKernels, *inputs: Tensor) -> Sequence[Tensor]:
+        (mask,) = inputs
+        return [mask[:0] if not mask.is_cuda and bool((mask == 1).all()) else mask]
+
+
+@dataclass
+class MaskCall(KernelCall):
+    """A product of 8-bit values with a mask of ones and zeros; where it hides nothing, the values stay as they are."""
+
+    inputs: tuple[str, ...]  # the values, the mask, and what its check returned
+    outputs: tuple[str, ...]
+
+    def run(self, kernels: IntegerKernels, *inputs: Tensor) -> Sequence[Tensor]:
+        x, mask, padding = inputs
+        is_repeated = mask.dim() != x.dim() or any(
+            own not in (1, n) for own, n in zip(mask.shape, x.shape, strict=True)
+        )
+        if not padding.numel() and not is_repeated:
+            return [x]
+        return [x * mask.to(x.dtype)]  # modulo 2^8, as the cast of a wider product
+
+
 class FusedProgram:
     """An integer graph as calls of kernels, in order."""
 
@@ -165,7 +194,7 @@ class _Planner:
         for node in reversed(self.graph.nodes):
             if node.op in ("conv1d", "conv2d") and (convolution := self._convolution(node)) is not None:
                 calls[convolution.outputs[0]] = convolution
-        for build in (self._product, self._norm, self._softmax, self._map):
+        for build in (self._product, self._norm, self._softmax, self._map, self._mask):
             for node in reversed(self.graph.nodes):  # a chain is entered at its end
                 if node.output not in calls and node.output not in self.fused and (call := build(node)) is not None:
                     calls[node.output] = call
@@ -174,7 +203,7 @@ class _Planner:
             for node in self.graph.nodes
             if node.output in calls or node.output not in self.fused
         ]
-        return join_linear(ordered, self.kernels)
+        return _with_checks(join_linear(ordered, self.kernels))
 
     def _product(self, node: Node) -> KernelCall | None:
         is_unsigned = self.dtypes[node.inputs[0]] == "uint8" and self.kernels.has_convolutions
@@ -287,6 +316,12 @@ class _Planner:
         source, steps, operands = self._steps_of(node)
         return MapCall((source, *operands), (node.output,), Steps(tuple(steps)), DTYPES[node.dtype])
 
+    def _mask(self, node: Node) -> KernelCall | None:
+        dtypes = [self.dtypes[name] for name in node.inputs]
+        if node.op != "multiply" or dtypes[0] != node.dtype or not {"int8", "uint8"}.issuperset(dtypes):
+            return None
+        return MaskCall((*node.inputs, f"padding of {node.inputs[1]}"), (node.output,))
+
     def _steps_after(self, node: Node, per_tensor: bool = False) -> tuple[Node, tuple[Step, ...]]:
         """Return the last of the elementwise nodes that only follow `node`, and their steps; mark them as fused."""
         steps: list[Step] = []
@@ -364,6 +399,18 @@ class _Planner:
 
 
 _FUSED_DTYPES = frozenset(name for name, dtype in DTYPES.items() if dtype in INT_TYPES)
+
+
+def _with_checks(calls: Iterable[KernelCall]) -> list[KernelCall]:
+    """Check each mask once, before the first product with it."""
+    checked: set[str] = set()
+    result: list[KernelCall] = []
+    for call in calls:
+        if isinstance(call, MaskCall) and call.inputs[2] not in checked:
+            checked.add(call.inputs[2])
+            result.append(PaddingCheck(call.inputs[1:2], call.inputs[2:]))
+        result.append(call)
+    return result
 
 
 def _softmax_constants(node: Node) -> SoftmaxConstants:

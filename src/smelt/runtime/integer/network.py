@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 
 from smelt.models.program_network import ProgramNetwork
 from smelt.runtime.integer.graph import IntegerGraph
-from smelt.runtime.integer.run import Interpreter, preferred_backend, token_inputs
+from smelt.runtime.integer.run import Interpreter, add_default_inputs, preferred_backend
 
 
 @dataclass
@@ -49,10 +49,14 @@ class IntegerNetwork(ProgramNetwork):
         self.interpreter = Interpreter(self.graph, preferred_backend(self.device))
         return self
 
+    @property
+    def reads_mask(self) -> bool:
+        return "attention_mask" in self.graph.inputs
+
     def forward(self, input_ids: Tensor | None = None, **inputs: Any) -> IntegerOutput:
-        """Run the graph; a missing attention mask attends to all tokens, missing token types are zero."""
+        """Run the graph; a missing attention mask hides no token or frame, missing token types are zero."""
         given = {"input_ids": input_ids, **inputs}
-        values = token_inputs({name: value for name, value in given.items() if isinstance(value, Tensor)})
+        values = add_default_inputs({name: value for name, value in given.items() if isinstance(value, Tensor)})
         known = {name: self.graph.quantize(name, values[name]) for name in self.graph.inputs if name in values}
         outputs = self.interpreter.run(known)
         return IntegerOutput(**{name: self.graph.dequantize(name, outputs[name]) for name in self.graph.outputs})

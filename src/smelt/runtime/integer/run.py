@@ -99,12 +99,15 @@ def _kernels(backend: str) -> IntegerKernels:
     return kernels
 
 
-def token_inputs(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Add what a batch of tokens lacks: an attention mask that attends to all tokens, token types of zero."""
-    tokens = inputs.get("input_ids")
-    if tokens is None:
-        return dict(inputs)
-    return {"attention_mask": torch.ones_like(tokens), "token_type_ids": torch.zeros_like(tokens), **inputs}
+def add_default_inputs(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Add what a batch of tokens or spectrograms lacks: a mask that hides nothing, token types of zero."""
+    tokens, features = inputs.get("input_ids"), inputs.get("input_features")
+    if tokens is not None:
+        return {"attention_mask": torch.ones_like(tokens), "token_type_ids": torch.zeros_like(tokens), **inputs}
+    if features is not None:
+        frames = torch.ones(len(features), features.shape[-1], dtype=torch.int8, device=features.device)
+        return {"attention_mask": frames, **inputs}
+    return dict(inputs)
 
 
 def _last_uses(graph: IntegerGraph) -> list[list[str]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from smelt.errors import FormatError
 from smelt.export.attributes import integer, integers
-from smelt.export.onnx_operators import GraphWriter
+from smelt.export.onnx_integer.writer import GraphWriter
 from smelt.runtime.integer.graph import IntegerGraph, Node
 
 _NARROW = ("int8", "uint8")

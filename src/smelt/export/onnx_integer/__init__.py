@@ -1,0 +1,1 @@
+"""Export of integer graphs as ONNX: of integer operators (`graph`), or of float ones between QDQ pairs (`qdq`)."""
