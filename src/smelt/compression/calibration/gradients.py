@@ -40,8 +40,10 @@ def mask_gradients(anatomy: Anatomy, batch: Batch, *, checkpointing: bool = Fals
     )
 
 
-def gradient_bytes(anatomy: Anatomy, batch: int, length: int, *, checkpointing: bool = False) -> int:
-    """Estimate the memory of one mini-batch: what autograd saves in the blocks, and the logits.
+def gradient_bytes(
+    anatomy: Anatomy, batch: int, length: int, *, checkpointing: bool = False, dtype: torch.dtype = torch.float32
+) -> int:
+    """Estimate the memory of one mini-batch: what autograd saves in the blocks in this dtype, and float32 logits.
 
     Weights are frozen, so a projection does not save its input; norms, activations, masks and attention do.
     """
@@ -52,7 +54,7 @@ def gradient_bytes(anatomy: Anatomy, batch: int, length: int, *, checkpointing: 
     numbers = [HIDDEN_COPIES * hidden + UNIT_COPIES * width for width in widths]
     kept = sum(numbers) if not checkpointing else max(numbers) + hidden * len(numbers)
     vocabulary = getattr(anatomy.network.config, "vocab_size", 0) if anatomy.family.causal else 0
-    return 4 * batch * length * (kept + LOGIT_COPIES * vocabulary)
+    return batch * length * (dtype.itemsize * kept + 4 * LOGIT_COPIES * vocabulary)
 
 
 def batch_loss(network: nn.Module, batch: Batch) -> Tensor:

@@ -189,10 +189,11 @@ class QuantizationAwareTraining(Method):
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         trained = 4 * sum(parameter.numel() for parameter in anatomy.network.parameters())
         states = 2 if self.optimizer.name == "adamw" else 1
+        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
         memory = (
             trained * (2 + states)
             + 4 * block_parameters(anatomy)
-            + gradient_bytes(anatomy, self.batch_size, size.seq_len)
+            + gradient_bytes(anatomy, self.batch_size, size.seq_len, dtype=dtype)
             + (trained if self.needs_teacher else 0)
         )
         vocabulary = getattr(anatomy.network.config, "vocab_size", 0) if anatomy.family.causal else 0
