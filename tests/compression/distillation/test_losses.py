@@ -11,7 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from smelt.compression.base import METHODS, CalibrationSize
+from smelt.compression.calibration.gradients import gradient_bytes
 from smelt.compression.distillation.losses import LOSSES, LossTerm, token_weights
+from smelt.compression.distillation.student import Student
+from smelt.compression.distillation.teachers import DenseTeacher
 from smelt.errors import RecipeError
 from smelt.models.model import Model
 from tests.tiny import BUILDS
@@ -134,6 +137,28 @@ def test_terms_reach_the_student_only(name: str) -> None:
     loss.backward()
     assert student.logits.grad is not None and student.logits.grad.abs().sum() > 0 and teacher.logits.grad is None
     assert LossTerm.from_config(term.to_json()) == term
+
+
+def test_labels_reach_a_network_whose_loss_counts_only() -> None:
+    """In training; a large vocabulary makes an unused loss expensive. The held-out loss is always the network's own."""
+    network, batch = BUILDS["llama"](), {"input_ids": torch.arange(8).view(1, 8), "labels": torch.arange(8).view(1, 8)}
+    given: list[bool] = []
+    network.register_forward_pre_hook(lambda _, args, kwargs: given.append("labels" in kwargs), with_kwargs=True)
+    teacher = DenseTeacher(BUILDS["llama"]())
+    terms = LOSSES.build("logits"), LOSSES.build("labels")
+    losses = []
+    for losses_of in (terms[:1], terms[1:], terms):
+        student = Student(network, losses_of, teacher)
+        losses += [float(student.train(training)(**batch).loss.detach()) for training in (True, False)]
+    assert given == [False, True, True, True, True, True]
+    assert losses[4] == pytest.approx(losses[0] + losses[2], rel=1e-5) and losses[1] == losses[3] == losses[5]
+
+
+def test_the_plan_counts_activations_in_the_dtype_of_training() -> None:
+    anatomy, size = Model(BUILDS["bert"]()).anatomy, CalibrationSize(samples=64, seq_len=128, batch_size=4)
+    methods = [METHODS.build("qat", weights={"quantizer": "twn"}, precision=name) for name in ("off", "bf16")]
+    memory = [method.estimate_resources(anatomy, size, None).memory for method in methods]
+    assert memory[0] - memory[1] == gradient_bytes(anatomy, 32, 128) / 2, "an encoder has no float32 logits to keep"
 
 
 def test_the_plan_counts_the_teacher_and_its_logits() -> None:

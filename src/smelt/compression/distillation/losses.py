@@ -29,6 +29,7 @@ class LossTerm(Registered, ABC):
     paper: ClassVar[str]
     summary: ClassVar[str]
     needs_teacher: ClassVar[bool] = True
+    uses_own_loss: ClassVar[bool] = False  # the loss that the network computes from the labels
     logit_copies: ClassVar[int] = 0  # float32 tensors of the size of the logits, besides those of the labels' loss
     intermediates: ClassVar[tuple[str, ...]] = ()  # names in intermediates.py of what it compares besides the logits
     weight: float
@@ -49,6 +50,8 @@ LOSSES: Registry[LossTerm] = Registry("loss", error=RecipeError)
 @dataclass(frozen=True)
 class Labels(LossTerm):
     """The network's own loss: cross-entropy with the labels or the next token."""
+
+    uses_own_loss: ClassVar[bool] = True
 
     weight: float = 1.0
 

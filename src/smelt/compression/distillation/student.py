@@ -42,11 +42,16 @@ class Student(nn.Module):
         self.network, self.losses, self.config = network, losses, network.config
         self.observed = ObservedNetwork(network)
         self.intervention: str | None = None  # which intermediate outputs the teacher's replace in the next passes
+        reads_labels = getattr(network.config, "is_encoder_decoder", False)
+        self._needs_labels = reads_labels or any(term.uses_own_loss for term in losses)
         self._teacher = [teacher]  # in a list: its parameters are none of this module's
 
     def inputs(self, batch: Batch) -> Batch:
-        """Return the part of a batch that is passed to the network."""
-        return {name: tensor for name, tensor in batch.items() if name not in (SAMPLE_WEIGHTS, SAMPLE_INDICES)}
+        """Return the part of a batch that is passed to the network: labels only where its own loss is used."""
+        unused = {SAMPLE_WEIGHTS, SAMPLE_INDICES}
+        if self.training and not self._needs_labels:
+            unused.add("labels")
+        return {name: tensor for name, tensor in batch.items() if name not in unused}
 
     def forward(self, **batch: Tensor) -> Any:
         batch.pop("use_cache", None)
