@@ -113,6 +113,16 @@ class Mixture:
     top_k: int
     scales: bool = True  # the up projections enter linearly
 
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The original indices of the remaining experts."""
+        kept: tuple[int, ...] = getattr(self.module, "smelt_kept_experts", tuple(range(self.num_experts)))
+        return kept
+
+    @property
+    def original_experts(self) -> int:
+        return int(getattr(self.module, "smelt_original_experts", self.num_experts))
+
 
 @dataclass(frozen=True)
 class Part:
@@ -203,6 +213,12 @@ class Anatomy:
         return tuple(part for block in self.blocks for part in block.parts)
 
     @property
+    def mixtures(self) -> tuple[Mixture, ...]:
+        """The mixtures of experts, in execution order."""
+        mixtures = {part.mixture.path: part.mixture for part in self.parts if part.mixture is not None}
+        return tuple(mixtures.values())
+
+    @property
     def backbone(self) -> nn.Module:
         """The module from which the paths of the family start."""
         return _backbone(self.network)[0]
@@ -237,6 +253,14 @@ class Anatomy:
                 **({"kept": list(part.kept)} if part.kind == "heads" else {}),
             }
             for part in self.parts
+        ]
+
+    def expert_shape(self) -> list[dict[str, object]]:
+        """Return the remaining experts of each mixture that lost some, as plain data; `shape` numbers only these."""
+        return [
+            {"mixture": mixture.path, "of": mixture.original_experts, "kept": list(mixture.kept)}
+            for mixture in self.mixtures
+            if mixture.num_experts != mixture.original_experts
         ]
 
 

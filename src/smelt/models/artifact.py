@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from smelt.errors import ModelError
 from smelt.files import json_text
 from smelt.models.anatomy import Anatomy, Part, anatomy_of
-from smelt.models.config import config_from, read_generation_config
+from smelt.models.config import EXPERT_COUNTS, config_from, read_generation_config
+from smelt.models.expert_surgery import checked_experts, restore_experts
 from smelt.models.feature_extractor import load_feature_extractor, save_feature_extractor
 from smelt.models.image_processor import ImageProcessor
 from smelt.models.json_file import read_object
@@ -64,6 +65,7 @@ def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = No
         "source": model.source,
         "history": model.history,
         "shape": anatomy.shape(),
+        **({"experts": experts} if (experts := anatomy.expert_shape()) else {}),
         **({"program": network.program} if isinstance(network, ProgramNetwork) else {}),
         **({"quantized": {path: layer.scheme.to_json() for path, layer in packed.items()}} if packed else {}),
         **({"tied": tied} if (tied := tied_layers(network)) else {}),
@@ -156,6 +158,9 @@ def shaped_network(folder: Path, content: dict[str, Any] | None = None, device: 
             config.pop("per_layer_config", None)
     network = empty_network(config_from(values, str(folder / "config.json")), str(folder), device)
     anatomy = anatomy_of(network)
+    if (experts := checked_experts(anatomy, content.get("experts"), str(folder))) != []:
+        restore_experts(anatomy, experts)
+        anatomy = anatomy_of(network)
     restore_shape(anatomy, checked_shape(anatomy, shape, folder))
     prepare_quantized_layers(network, content.get("quantized", {}), str(folder))
     tie_layers(network, _tied(content, network, folder))
@@ -291,6 +296,7 @@ def shaped_config(anatomy: Anatomy) -> dict[str, Any]:
 def layer_fields(anatomy: Anatomy) -> dict[str, Any]:
     """Return widths as transformers config fields: one value if all layers agree, else one entry per layer."""
     names = anatomy.family.config_names
+    counts = expert_counts(anatomy)
     layers: dict[str, dict[str, Any]] = {}
     for block in anatomy.blocks:
         sizes: dict[str, Any] = {}
@@ -306,6 +312,14 @@ def layer_fields(anatomy: Anatomy) -> dict[str, Any]:
         layers[str(block.index)] = {names[size_name]: size for size_name, size in sizes.items() if size_name in names}
     if not names or not is_pruned(anatomy):
         return {}
+    if counts and not _lost_units(anatomy) and len(set(counts.values())) == 1:
+        return {_expert_count_name(anatomy): next(iter(counts.values()))}
+    for block in anatomy.blocks:
+        layers[str(block.index)] |= {
+            _expert_count_name(anatomy): counts[part.mixture.path]
+            for part in block.parts
+            if part.mixture is not None and counts
+        }
     first = layers["0"]
     equal = all(layer == first for layer in layers.values())
     if equal and not any(isinstance(size, list) for size in first.values()) and _plain_fields_suffice(anatomy):
@@ -313,8 +327,24 @@ def layer_fields(anatomy: Anatomy) -> dict[str, Any]:
     return {"per_layer_config": layers}
 
 
+def expert_counts(anatomy: Anatomy) -> dict[str, int]:
+    """Return the number of experts of each mixture by its path, if any has lost some."""
+    pruned = any(mixture.num_experts != mixture.original_experts for mixture in anatomy.mixtures)
+    return {mixture.path: mixture.num_experts for mixture in anatomy.mixtures} if pruned else {}
+
+
+def _expert_count_name(anatomy: Anatomy) -> str:
+    """Return the config field with the number of experts."""
+    config = anatomy.network.config.get_text_config()
+    return next((name for name in EXPERT_COUNTS if name in config.to_dict()), EXPERT_COUNTS[0])
+
+
 def is_pruned(anatomy: Anatomy) -> bool:
-    """Return whether a part has lost units."""
+    """Return whether a part has lost units or a mixture experts."""
+    return _lost_units(anatomy) or bool(expert_counts(anatomy))
+
+
+def _lost_units(anatomy: Anatomy) -> bool:
     return any(part.units != part.original_units for part in anatomy.parts)
 
 
