@@ -33,6 +33,7 @@ from smelt.models.families import (
 )
 from smelt.models.program_network import outline_of
 from smelt.models.quantized import QuantizedConv, QuantizedLinear
+from smelt.models.reused_attention import ReusedAttention
 
 PartKind = Literal["heads", "ffn_channels", "channels"]
 
@@ -149,6 +150,7 @@ class Part:
     mixture: Mixture | None = None  # of an expert: the mixture it belongs to
     fixed: str | None = None  # why none of the units can be removed
     clipped: bool = False  # values are clipped before the output: no scale or rotation can be moved across
+    map_of: int | None = None  # of attention without Q and K: the block whose attention map it uses
 
     @property
     def name(self) -> str:
@@ -287,6 +289,8 @@ def anatomy_of(network: PreTrainedModel) -> Anatomy:
         _block(family, config, residual, index, f"{prefix}.{path}".strip("."), module)
         for index, (path, module) in enumerate(modules)
     )
+    if any(part.map_of is not None for block in blocks for part in block.parts):
+        family = replace(family, chain=False)  # a block needs more than the output of the one before it
     if not blocks:
         raise ModelError(f"no blocks were found at {' or '.join(block_lists)} in this {config.model_type} network.")
     return Anatomy(family, network, residual, blocks)
@@ -343,6 +347,8 @@ def _block(family: Family, config: Any, residual: Residual, index: int, path: st
         fixed = family.attention.fixed
         if family.attention.fixed_if is not None and not getattr(config, family.attention.fixed_if, False):
             fixed = None
+        if attention.map_of is not None or hasattr(attention.owner, "smelt_map_slot"):
+            fixed = _SHARED_MAP
         parts.append(replace(attention, pre_norm=pre_norms[0], clipped=clipped, fixed=fixed))
     if family.experts is not None and has_module(module, family.experts.owner):
         experts = _experts(family.experts, config, index, path, module)
@@ -354,6 +360,8 @@ def _block(family: Family, config: Any, residual: Residual, index: int, path: st
     parts.extend(_channels(family, index, path, module))
     return Block(index, path, module, tuple(parts), _other_layers(family, path, module, parts))
 
+
+_SHARED_MAP = "share their attention map with another layer"
 
 # Small layers that decide where tokens go; rounding them changes more than it saves.
 _ROUTERS = {"gate", "router", "shared_expert_gate", "gating"}
@@ -397,6 +405,8 @@ def _attention(paths: AttentionPaths, index: int, path: str, block: nn.Module) -
     owner: Any = block.get_submodule(paths.owner)
     output = _projection(block, path, paths.output)
     head_dim = int(getattr(owner, paths.head_dim))
+    if isinstance(owner, ReusedAttention):
+        return _reused_attention(paths, index, path, block, owner)
     if output.in_features == 0:
         original, width = owner.smelt_original_units, owner.smelt_unit_width
         return Part(
@@ -431,6 +441,27 @@ def _attention(paths: AttentionPaths, index: int, path: str, block: nn.Module) -
         owner=owner,
         attention=paths,
         head_dim=head_dim,
+    )
+
+
+def _reused_attention(paths: AttentionPaths, index: int, path: str, block: nn.Module, owner: Any) -> Part:
+    """Return the part of an attention layer that uses the map of another one: V is its only input projection."""
+    values, output = _projection(block, path, paths.values), _projection(block, path, paths.output)
+    units = values.out_features // owner.width
+    return Part(
+        kind="heads",
+        block=index,
+        path=f"{path}.{paths.owner}",
+        units=units,
+        original_units=getattr(owner, "smelt_original_units", units),
+        input_projections=(values,),
+        rows_per_unit=(owner.width,),
+        output=output,
+        columns_per_unit=output.in_features // units,
+        owner=owner,
+        attention=paths,
+        head_dim=owner.width,
+        map_of=owner.leader,
     )
 
 

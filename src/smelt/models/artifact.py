@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from smelt.errors import ModelError
 from smelt.files import json_text
 from smelt.models.anatomy import Anatomy, Part, anatomy_of
+from smelt.models.attention_reuse import restore_attention_reuse, reused_maps
 from smelt.models.config import EXPERT_COUNTS, config_from, read_generation_config
 from smelt.models.expert_surgery import checked_experts, restore_experts
 from smelt.models.feature_extractor import load_feature_extractor, save_feature_extractor
@@ -66,6 +67,7 @@ def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = No
         "history": model.history,
         "shape": anatomy.shape(),
         **({"experts": experts} if (experts := anatomy.expert_shape()) else {}),
+        **({"attention_reuse": reused} if (reused := reused_maps(anatomy)) else {}),
         **({"program": network.program} if isinstance(network, ProgramNetwork) else {}),
         **({"quantized": {path: layer.scheme.to_json() for path, layer in packed.items()}} if packed else {}),
         **({"tied": tied} if (tied := tied_layers(network)) else {}),
@@ -162,6 +164,8 @@ def shaped_network(folder: Path, content: dict[str, Any] | None = None, device: 
         restore_experts(anatomy, experts)
         anatomy = anatomy_of(network)
     restore_shape(anatomy, checked_shape(anatomy, shape, folder))
+    if "attention_reuse" in content:
+        restore_attention_reuse(anatomy_of(network), content["attention_reuse"], str(folder))
     prepare_quantized_layers(network, content.get("quantized", {}), str(folder))
     tie_layers(network, _tied(content, network, folder))
     return network
@@ -310,6 +314,11 @@ def layer_fields(anatomy: Anatomy) -> dict[str, Any]:
         if len(set(sizes.get("experts", []))) == 1:  # otherwise keep the list, for which transformers has no field
             sizes["experts"] = sizes["experts"][0]
         layers[str(block.index)] = {names[size_name]: size for size_name, size in sizes.items() if size_name in names}
+    reused = {part.block: part.map_of for part in anatomy.parts if part.map_of is not None}
+    if reused:
+        for block in anatomy.blocks:
+            layers[str(block.index)] |= {"attention_map_of": reused[block.index]} if block.index in reused else {}
+        return {"per_layer_config": layers}
     if not names or not is_pruned(anatomy):
         return {}
     if counts and not _lost_units(anatomy) and len(set(counts.values())) == 1:

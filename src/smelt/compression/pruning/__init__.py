@@ -1,6 +1,7 @@
 """Structured pruning, one file per method; importing the package registers them."""
 
 from smelt.compression.pruning import (
+    attention_reuse,
     expert_frequency,
     expert_merging,
     expert_random,
@@ -14,6 +15,7 @@ from smelt.compression.pruning import (
 )
 
 __all__ = [
+    "attention_reuse",
     "expert_frequency",
     "expert_merging",
     "expert_random",
