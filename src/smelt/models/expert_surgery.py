@@ -6,7 +6,8 @@ it normalizes the weights of the chosen experts, it normalizes those of the rema
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +44,26 @@ def keep_experts(network: nn.Module, mixture: Mixture, keep: Sequence[int]) -> N
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False  # transformers' load-balancing loss needs the same number in every layer
     _record(mixture, kept, mixture.original_experts)
+
+
+@contextmanager
+def without_expert(network: nn.Module, mixture: Mixture, expert: int) -> Iterator[None]:
+    """Remove one expert inside the context, and put everything back afterwards."""
+    modules = [*mixture.router.modules(), _owner(network, mixture), mixture.module]
+    before = [(module, dict(vars(module)), dict(module._parameters), dict(module._buffers)) for module in modules]
+    experts = dict(mixture.module._modules)
+    try:
+        keep_experts(network, mixture, [position for position in range(mixture.num_experts) if position != expert])
+        yield
+    finally:
+        for module, attributes, parameters, buffers in before:
+            for name in set(vars(module)) - set(attributes):
+                delattr(module, name)
+            vars(module).update(attributes)
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+        mixture.module._modules.clear()
+        mixture.module._modules.update(experts)
 
 
 def check_removable(network: nn.Module, mixture: Mixture) -> None:
