@@ -50,8 +50,8 @@ _CHEAPEST_NOTE = (
 )
 _READING = (
     "Each number is the increase of the mean loss if this alone is removed, on the same samples; the darker, the "
-    "larger. Costs do not add up: two heads that each cost nothing may do the same work, so that one of them must stay. The "
-    "standard error is over samples; differences within it say nothing."
+    "larger. Costs do not add up: two heads that each cost nothing may do the same work, so that one of them must "
+    "stay. The standard error is over samples; differences within it say nothing."
 )
 
 
