@@ -202,8 +202,8 @@ def text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
     parts = [
         "# Sharing attention maps in a small decoder\n",
         f"Llama-like, 6 layers of 128 channels and 4 heads, {options.steps} steps on bytes of tiny Shakespeare. "
-        f"Loss in nats per held-out byte, mean of {len(seeds)} seeds; changes are by seed, relative to the dense network "
-        "(fine-tuned rows: to the dense network after the same fine-tuning).\n",
+        f"Loss in nats per held-out byte, mean of {len(seeds)} seeds; changes are by seed, relative to the dense "
+        "network (fine-tuned rows: to the dense network after the same fine-tuning).\n",
     ]
     lines = []
     for name, share in [(name, 0.0) for name in BASELINES] + [(form, share) for share in SHARES for form in FORMS]:
