@@ -70,3 +70,35 @@ def test_a_pruned_mixture_is_reported(mixture: Path, smelt_here: Smelt, quick: N
     kept = json.loads((out / "measurements.json").read_text())["kept"]
     assert [len(row["ffn_channels"]) for row in kept] == [4, 4]
     assert "FFN channels, 2 per token" in smelt_here("inspect", str(out)).out
+
+
+def test_experts_are_removed_from_the_command_line(
+    mixture: Path, smelt_here: Smelt, quick: None, tmp_path: Path
+) -> None:
+    """The command of the documentation: another number in each layer, in terminal, page and record."""
+    out, text = tmp_path / "small", str(mixture / "text.txt")
+    settings = ("--data", text, "--eval-data", text, "--samples", "8", "--length", "32", "--no-speed")
+    done = smelt_here(
+        "compress", str(mixture / "model"), "--method", "reap", "--budget", "parameters=0.8", "-o", str(out), *settings
+    )
+    assert done.code == 0, done.err
+    record = json.loads((out / "measurements.json").read_text())
+    numbers = [mixture.num_experts for mixture in load(out).anatomy.mixtures]
+    assert min(numbers) >= 2 and sum(numbers) < 8
+    assert [len(row["experts"]["kept"]) for row in record["kept"]] == numbers
+    page = (out / "report.html").read_text()
+    assert f"{numbers[0]} of 4 experts kept" in page
+    assert f"{numbers[1]} experts of 48 FFN channels" in smelt_here("inspect", str(out)).out
+    assert smelt_here("verify", str(out)).code == 0
+    refused = smelt_here(
+        "compress",
+        str(mixture / "model"),
+        "--method",
+        "reap",
+        "--budget",
+        "macs=0.5",
+        "-o",
+        str(tmp_path / "no"),
+        *settings,
+    )
+    assert refused.code == 2 and "a budget of macs has no effect" in refused.err

@@ -40,6 +40,7 @@ GROUPS = {
         "eval": "Measure quality on data; with --against, compare with a base model, with a confidence interval.",
         "transcribe": "Print what is said in recordings, with a speech model; any rate is resampled.",
         "compare": "Show several results of `smelt compress` side by side: a table, and a page with plots.",
+        "sensitivity": "Show what each layer, head, channel group and expert costs to remove, as a page.",
         "bench": "Measure latency and memory on this machine: median and spread after warmup.",
         "kv": "Profile the KV cache: `kv profile` finds how many tokens each head needs, over real texts.",
     },

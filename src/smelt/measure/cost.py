@@ -111,7 +111,8 @@ def unit_macs(part: Part, workload: Workload, causal: bool, positions: tuple[int
     projections_and_rows = zip(part.input_projections, part.rows_per_unit, strict=True)
     projections = sum(rows * (projection.in_features + _rank(projection)) for projection, rows in projections_and_rows)
     projections += part.columns_per_unit * (part.output.out_features + _rank(part.output))
-    products = 2 * part.columns_per_unit * tokens * tokens * (0.5 if causal else 1.0) if part.kind == "heads" else 0.0
+    matmuls = 0 if part.kind != "heads" else 2 if part.map_of is None else 1  # scores and values, or only values
+    products = matmuls * part.columns_per_unit * tokens * tokens * (0.5 if causal else 1.0)
     return tokens * part.token_fraction * projections + products
 
 
@@ -129,7 +130,8 @@ def unit_bytes(part: Part, workload: Workload) -> float:
     if not part.units:
         return 0.0
     size = part.output.weight.element_size()
-    cache = 2 * part.head_dim * workload.context * workload.batch * size if part.kind == "heads" else 0
+    tensors = 0 if part.kind != "heads" else 2 if part.map_of is None else 1  # K and V, or only V
+    cache = tensors * part.head_dim * workload.context * workload.batch * size
     read = 1 - (1 - part.token_fraction) ** workload.batch
     return float(read * unit_parameters(part) * size + cache)
 

@@ -33,6 +33,7 @@ from smelt.models.families import (
 )
 from smelt.models.program_network import outline_of
 from smelt.models.quantized import QuantizedConv, QuantizedLinear
+from smelt.models.reused_attention import ReusedAttention
 
 PartKind = Literal["heads", "ffn_channels", "channels"]
 
@@ -113,6 +114,16 @@ class Mixture:
     top_k: int
     scales: bool = True  # the up projections enter linearly
 
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The original indices of the remaining experts."""
+        kept: tuple[int, ...] = getattr(self.module, "smelt_kept_experts", tuple(range(self.num_experts)))
+        return kept
+
+    @property
+    def original_experts(self) -> int:
+        return int(getattr(self.module, "smelt_original_experts", self.num_experts))
+
 
 @dataclass(frozen=True)
 class Part:
@@ -139,6 +150,7 @@ class Part:
     mixture: Mixture | None = None  # of an expert: the mixture it belongs to
     fixed: str | None = None  # why none of the units can be removed
     clipped: bool = False  # values are clipped before the output: no scale or rotation can be moved across
+    map_of: int | None = None  # of attention without Q and K: the block whose attention map it uses
 
     @property
     def name(self) -> str:
@@ -203,6 +215,12 @@ class Anatomy:
         return tuple(part for block in self.blocks for part in block.parts)
 
     @property
+    def mixtures(self) -> tuple[Mixture, ...]:
+        """The mixtures of experts, in execution order."""
+        mixtures = {part.mixture.path: part.mixture for part in self.parts if part.mixture is not None}
+        return tuple(mixtures.values())
+
+    @property
     def backbone(self) -> nn.Module:
         """The module from which the paths of the family start."""
         return _backbone(self.network)[0]
@@ -239,6 +257,14 @@ class Anatomy:
             for part in self.parts
         ]
 
+    def expert_shape(self) -> list[dict[str, object]]:
+        """Return the remaining experts of each mixture that lost some, as plain data; `shape` numbers only these."""
+        return [
+            {"mixture": mixture.path, "of": mixture.original_experts, "kept": list(mixture.kept)}
+            for mixture in self.mixtures
+            if mixture.num_experts != mixture.original_experts
+        ]
+
 
 def anatomy_of(network: PreTrainedModel) -> Anatomy:
     """Build the structural view of a transformers network.
@@ -263,6 +289,8 @@ def anatomy_of(network: PreTrainedModel) -> Anatomy:
         _block(family, config, residual, index, f"{prefix}.{path}".strip("."), module)
         for index, (path, module) in enumerate(modules)
     )
+    if any(part.map_of is not None for block in blocks for part in block.parts):
+        family = replace(family, chain=False)  # a block needs more than the output of the one before it
     if not blocks:
         raise ModelError(f"no blocks were found at {' or '.join(block_lists)} in this {config.model_type} network.")
     return Anatomy(family, network, residual, blocks)
@@ -319,6 +347,8 @@ def _block(family: Family, config: Any, residual: Residual, index: int, path: st
         fixed = family.attention.fixed
         if family.attention.fixed_if is not None and not getattr(config, family.attention.fixed_if, False):
             fixed = None
+        if attention.map_of is not None or hasattr(attention.owner, "smelt_map_slot"):
+            fixed = _SHARED_MAP
         parts.append(replace(attention, pre_norm=pre_norms[0], clipped=clipped, fixed=fixed))
     if family.experts is not None and has_module(module, family.experts.owner):
         experts = _experts(family.experts, config, index, path, module)
@@ -330,6 +360,8 @@ def _block(family: Family, config: Any, residual: Residual, index: int, path: st
     parts.extend(_channels(family, index, path, module))
     return Block(index, path, module, tuple(parts), _other_layers(family, path, module, parts))
 
+
+_SHARED_MAP = "share their attention map with another layer"
 
 # Small layers that decide where tokens go; rounding them changes more than it saves.
 _ROUTERS = {"gate", "router", "shared_expert_gate", "gating"}
@@ -373,6 +405,8 @@ def _attention(paths: AttentionPaths, index: int, path: str, block: nn.Module) -
     owner: Any = block.get_submodule(paths.owner)
     output = _projection(block, path, paths.output)
     head_dim = int(getattr(owner, paths.head_dim))
+    if isinstance(owner, ReusedAttention):
+        return _reused_attention(paths, index, path, block, owner)
     if output.in_features == 0:
         original, width = owner.smelt_original_units, owner.smelt_unit_width
         return Part(
@@ -407,6 +441,27 @@ def _attention(paths: AttentionPaths, index: int, path: str, block: nn.Module) -
         owner=owner,
         attention=paths,
         head_dim=head_dim,
+    )
+
+
+def _reused_attention(paths: AttentionPaths, index: int, path: str, block: nn.Module, owner: Any) -> Part:
+    """Return the part of an attention layer that uses the map of another one: V is its only input projection."""
+    values, output = _projection(block, path, paths.values), _projection(block, path, paths.output)
+    units = values.out_features // owner.width
+    return Part(
+        kind="heads",
+        block=index,
+        path=f"{path}.{paths.owner}",
+        units=units,
+        original_units=getattr(owner, "smelt_original_units", units),
+        input_projections=(values,),
+        rows_per_unit=(owner.width,),
+        output=output,
+        columns_per_unit=output.in_features // units,
+        owner=owner,
+        attention=paths,
+        head_dim=owner.width,
+        map_of=owner.leader,
     )
 
 

@@ -20,7 +20,9 @@ from transformers import PreTrainedModel
 from smelt.errors import ModelError
 from smelt.files import json_text
 from smelt.models.anatomy import Anatomy, Part, anatomy_of
-from smelt.models.config import config_from, read_generation_config
+from smelt.models.attention_reuse import restore_attention_reuse, reused_maps
+from smelt.models.config import EXPERT_COUNTS, config_from, read_generation_config
+from smelt.models.expert_surgery import checked_experts, restore_experts
 from smelt.models.feature_extractor import load_feature_extractor, save_feature_extractor
 from smelt.models.image_processor import ImageProcessor
 from smelt.models.json_file import read_object
@@ -64,6 +66,8 @@ def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = No
         "source": model.source,
         "history": model.history,
         "shape": anatomy.shape(),
+        **({"experts": experts} if (experts := anatomy.expert_shape()) else {}),
+        **({"attention_reuse": reused} if (reused := reused_maps(anatomy)) else {}),
         **({"program": network.program} if isinstance(network, ProgramNetwork) else {}),
         **({"quantized": {path: layer.scheme.to_json() for path, layer in packed.items()}} if packed else {}),
         **({"tied": tied} if (tied := tied_layers(network)) else {}),
@@ -156,7 +160,12 @@ def shaped_network(folder: Path, content: dict[str, Any] | None = None, device: 
             config.pop("per_layer_config", None)
     network = empty_network(config_from(values, str(folder / "config.json")), str(folder), device)
     anatomy = anatomy_of(network)
+    if (experts := checked_experts(anatomy, content.get("experts"), str(folder))) != []:
+        restore_experts(anatomy, experts)
+        anatomy = anatomy_of(network)
     restore_shape(anatomy, checked_shape(anatomy, shape, folder))
+    if "attention_reuse" in content:
+        restore_attention_reuse(anatomy_of(network), content["attention_reuse"], str(folder))
     prepare_quantized_layers(network, content.get("quantized", {}), str(folder))
     tie_layers(network, _tied(content, network, folder))
     return network
@@ -291,6 +300,7 @@ def shaped_config(anatomy: Anatomy) -> dict[str, Any]:
 def layer_fields(anatomy: Anatomy) -> dict[str, Any]:
     """Return widths as transformers config fields: one value if all layers agree, else one entry per layer."""
     names = anatomy.family.config_names
+    counts = expert_counts(anatomy)
     layers: dict[str, dict[str, Any]] = {}
     for block in anatomy.blocks:
         sizes: dict[str, Any] = {}
@@ -304,8 +314,21 @@ def layer_fields(anatomy: Anatomy) -> dict[str, Any]:
         if len(set(sizes.get("experts", []))) == 1:  # otherwise keep the list, for which transformers has no field
             sizes["experts"] = sizes["experts"][0]
         layers[str(block.index)] = {names[size_name]: size for size_name, size in sizes.items() if size_name in names}
+    reused = {part.block: part.map_of for part in anatomy.parts if part.map_of is not None}
+    if reused:
+        for block in anatomy.blocks:
+            layers[str(block.index)] |= {"attention_map_of": reused[block.index]} if block.index in reused else {}
+        return {"per_layer_config": layers}
     if not names or not is_pruned(anatomy):
         return {}
+    if counts and not _lost_units(anatomy) and len(set(counts.values())) == 1:
+        return {_expert_count_name(anatomy): next(iter(counts.values()))}
+    for block in anatomy.blocks:
+        layers[str(block.index)] |= {
+            _expert_count_name(anatomy): counts[part.mixture.path]
+            for part in block.parts
+            if part.mixture is not None and counts
+        }
     first = layers["0"]
     equal = all(layer == first for layer in layers.values())
     if equal and not any(isinstance(size, list) for size in first.values()) and _plain_fields_suffice(anatomy):
@@ -313,8 +336,24 @@ def layer_fields(anatomy: Anatomy) -> dict[str, Any]:
     return {"per_layer_config": layers}
 
 
+def expert_counts(anatomy: Anatomy) -> dict[str, int]:
+    """Return the number of experts of each mixture by its path, if any has lost some."""
+    pruned = any(mixture.num_experts != mixture.original_experts for mixture in anatomy.mixtures)
+    return {mixture.path: mixture.num_experts for mixture in anatomy.mixtures} if pruned else {}
+
+
+def _expert_count_name(anatomy: Anatomy) -> str:
+    """Return the config field with the number of experts."""
+    config = anatomy.network.config.get_text_config()
+    return next((name for name in EXPERT_COUNTS if name in config.to_dict()), EXPERT_COUNTS[0])
+
+
 def is_pruned(anatomy: Anatomy) -> bool:
-    """Return whether a part has lost units."""
+    """Return whether a part has lost units or a mixture experts."""
+    return _lost_units(anatomy) or bool(expert_counts(anatomy))
+
+
+def _lost_units(anatomy: Anatomy) -> bool:
     return any(part.units != part.original_units for part in anatomy.parts)
 
 

@@ -42,14 +42,14 @@ _DTYPES = {"float32", "float16", "bfloat16", "float64"}
 _MAX_LIST = 1_000  # entries of a list of sizes, and of blocks that such a list describes
 _MAX_EXPERTS = 2**15  # of all layers: each becomes a module
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 # The largest accepted value of each size, far above any existing model.
 _MAX_SIZES = {
     **dict.fromkeys([*_LAYER_COUNTS, "depths"], 1_000),
     **dict.fromkeys(["encoder_layers", "decoder_layers"], 1_000),
     **dict.fromkeys(["num_attention_heads", "num_key_value_heads", "num_heads", "n_head", "n_heads"], 2**12),
-    **dict.fromkeys(_EXPERT_COUNTS, 2**12),
+    **dict.fromkeys(EXPERT_COUNTS, 2**12),
     **dict.fromkeys(["hidden_size", "hidden_sizes", "n_embd", "d_model", "dim", "embedding_size", "head_dim"], 2**20),
     **dict.fromkeys(["intermediate_size", "n_inner", "ffn_dim", "hidden_dim", "word_embed_proj_dim"], 2**20),
     **dict.fromkeys(["moe_intermediate_size"], 2**20),
@@ -223,7 +223,7 @@ def _check_counts(values: dict[str, Any], where: str) -> None:
         if len(value) > _MAX_LIST or (key == "depths" and sum(size or 0 for size in value) > _MAX_LIST):
             raise ModelError(f"{where} has a {key} that describes more than {_MAX_LIST} layers.")
     layers = max((values[key] for key in _LAYER_COUNTS if isinstance(values.get(key), int)), default=1)
-    experts = max((values[key] for key in _EXPERT_COUNTS if isinstance(values.get(key), int)), default=0)
+    experts = max((values[key] for key in EXPERT_COUNTS if isinstance(values.get(key), int)), default=0)
     if layers * experts > _MAX_EXPERTS:
         raise ModelError(f"{where} describes {layers * experts} experts; at most {_MAX_EXPERTS} are accepted.")
 

@@ -13,7 +13,7 @@ from smelt.report.markup import Markup, note, section, table, tag
 from smelt.report.rows import Run
 
 # The headings of channels; "filters" is what reports of format 1 call the FFN channels.
-_CHANNELS = {"ffn_channels": "FFN channels", "filters": "FFN channels", "channels": "channels"}
+_CHANNELS = {"experts": "experts", "ffn_channels": "FFN channels", "filters": "FFN channels", "channels": "channels"}
 
 
 def kept_map(blocks: Sequence[Mapping[str, Any]]) -> Markup:

@@ -175,6 +175,8 @@ def unsupported_reason(model: Model) -> str | None:
     rope_types = model.network.model.rotary_emb.rope_type
     if not set(rope_types.values() if isinstance(rope_types, dict) else [rope_types]) <= set(ROPE_TYPES):
         return "its RoPE depends on the sequence length"
+    if any(part.map_of is not None for part in model.anatomy.parts):
+        return "a layer uses the attention map of another layer"
     if any(not part.units for part in model.anatomy.parts):
         return "a layer lost all of its heads or channels"
     return None

@@ -1,5 +1,29 @@
 """Structured pruning, one file per method; importing the package registers them."""
 
-from smelt.compression.pruning import fisher, flap, magnitude, random, taylor, wanda_sp
+from smelt.compression.pruning import (
+    attention_reuse,
+    expert_frequency,
+    expert_merging,
+    expert_random,
+    fisher,
+    flap,
+    magnitude,
+    random,
+    reap,
+    taylor,
+    wanda_sp,
+)
 
-__all__ = ["fisher", "flap", "magnitude", "random", "taylor", "wanda_sp"]
+__all__ = [
+    "attention_reuse",
+    "expert_frequency",
+    "expert_merging",
+    "expert_random",
+    "fisher",
+    "flap",
+    "magnitude",
+    "random",
+    "reap",
+    "taylor",
+    "wanda_sp",
+]

@@ -18,6 +18,7 @@ from smelt.measure.evaluate import Data
 from smelt.measure.latency import LatencyComparison, compare_latency
 from smelt.measure.machine import machine
 from smelt.measure.paired import PairedComparison, compare
+from smelt.models.artifact import is_pruned
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear, quantized_layers
 from smelt.numerics.catalog import format_name
@@ -196,7 +197,7 @@ def run_record(
     }
     images = model.task == "images"
     record["size"]["macs"] |= {"image_size": _image_size(model)} if images else {"tokens": _tokens(model)}
-    if any(part.units != part.original_units for part in model.anatomy.parts):
+    if is_pruned(model.anatomy):
         record["kept"] = kept_units(model)
     layers = {path: layer for step in steps for path, layer in step.get("layers", {}).items()}
     if layers:
@@ -269,6 +270,8 @@ def kept_units(model: Model) -> list[dict[str, Any]]:
                 row["unit"] = "kv group" if part.heads_per_unit > 1 else "head"
             elif part.mixture is not None:
                 row.setdefault("ffn_channels", []).append({"of": part.original_units, "kept": part.units})
+                if part.mixture.num_experts != part.mixture.original_experts:
+                    row["experts"] = {"of": part.mixture.original_experts, "kept": list(part.mixture.kept)}
             elif part.kind == "ffn_channels":
                 row["ffn_channels"] = {"of": part.original_units, "kept": part.units}
             else:

@@ -113,6 +113,8 @@ def _attention_is_known(anatomy: Anatomy) -> bool:
 def unpaged_reason(anatomy: Anatomy) -> str | None:
     """Return why the KV cache of a network cannot be paged; None if it can."""
     network, model_type = anatomy.network, anatomy.network.config.model_type
+    if any(part.map_of is not None for part in anatomy.parts):
+        return "some of its layers use the attention map of another layer, which paged attention does not compute"
     layer_types = set(getattr(network.config.get_text_config(), "layer_types", None) or ())
     if anatomy.family.stateful or layer_types - PAGED_LAYERS:
         return f"{model_type} has layers that carry a state from token to token"

@@ -1,0 +1,234 @@
+"""Attention map reuse: layers of a group share one attention map, that of the first (Shim et al., 2023).
+
+head_h of layer l is P_h (x_l W_V), with P the map of the group's first layer: W_Q and W_K of the others are removed,
+and generation keeps no keys for them, so that the KV cache of a group of G layers falls to (G + 1) / (2 G). Adjacent
+layers are merged by the Jensen-Shannon divergence of their maps, the most similar first.
+
+The paper trains with the sharing. Without training, `repair: full` fits the output projection of every such layer to
+the outputs of the layer it was; to train, add a step such as `qat` with the source as teacher.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from smelt.compression.base import (
+    METHODS,
+    CalibrationSize,
+    Method,
+    MethodContext,
+    ResourceEstimate,
+    UndecidedWidth,
+    one_of,
+    within,
+)
+from smelt.compression.calibration.attention_similarity import map_divergences
+from smelt.compression.calibration.block_inputs import ActivationStore, run_backbone
+from smelt.compression.calibration.least_squares import NormalEquations
+from smelt.errors import ModelError
+from smelt.measure.cost import block_parameters
+from smelt.models.anatomy import Anatomy, Part, anatomy_of
+from smelt.models.attention_reuse import kv_cache_share, reuse_attention, unshareable_reason
+from smelt.models.model import Model
+from smelt.models.quantized import quantized_layers
+
+
+@METHODS.register(
+    "attention-reuse",
+    paper="Shim et al., Exploring Attention Map Reuse for Efficient Transformer Neural Networks, 2023 "
+    "(arXiv 2301.12444)",
+    needs=("calibration data",),
+)
+@dataclass(frozen=True)
+class AttentionReuse(Method):
+    """Use where neighboring layers attend alike: removes Q and K of some layers, and their keys from the KV cache."""
+
+    layers: float = 1 / 3  # fraction of the attention layers that use the map of another
+    max_group: int = 3  # layers per map
+    separate: int = 1  # first layers that keep their own map, each for itself
+    repair: str = "full"  # full (refit the output projection of layers without a map) or none
+    damping: float = 0.01  # of full, relative to the mean of the Gram diagonal, towards the weights before
+
+    def __post_init__(self) -> None:
+        within(self.name, "layers", self.layers, 0.0, 1.0)
+        within(self.name, "max_group", self.max_group, 2, 1000)
+        within(self.name, "separate", self.separate, 0, 1000)
+        within(self.name, "damping", self.damping, 1e-8, 1e3)
+        one_of(self.name, "repair", self.repair, ("full", "none"))
+
+    def check(self, anatomy: Anatomy) -> None:
+        if quantized_layers(anatomy.network):
+            raise ModelError(
+                "this model is already quantized; share the attention maps of its source, then quantize it."
+            )
+        attention = anatomy.family.attention
+        if attention is None or not attention.interface or len(_heads(anatomy)) < 2:
+            raise ModelError(
+                f"{self.name} needs layers of attention whose maps are known, which this {anatomy.family.name} network "
+                "does not have."
+            )
+        if anatomy.family.chain is not True:
+            raise ModelError(f"{self.name} needs layers that follow one another, with a map of their own each.")
+        most = self._most(anatomy)
+        if most < self._wanted(anatomy):
+            why = next((f" ({reason})" for reason in _reasons(anatomy)[1:] if reason is not None), "")
+            raise self._too_few(anatomy, f"at most {most} can{why}")
+
+    def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:
+        anatomy = model.anatomy
+        self.check(anatomy)
+        before = block_parameters(anatomy)
+        divergences = map_divergences(anatomy, context.batches, context.progress)
+        leaders = self.group(anatomy, divergences)
+        targets = self._targets(anatomy, leaders, context) if self.repair == "full" else []
+        reuse_attention(anatomy, leaders)
+        changed = anatomy_of(model.network)
+        if self.repair == "full":
+            self._refit(changed, targets, context)
+        return {
+            "parameters_removed": before - block_parameters(changed),
+            "block_parameters_before": before,
+            "map_divergence": [round(float(value), 6) for value in divergences],
+            "maps_of": {str(block): leader for block, leader in leaders.items()},
+            **({"kv_cache_share": kv_cache_share(changed)} if anatomy.family.causal else {}),
+        }
+
+    def group(self, anatomy: Anatomy, divergences: np.ndarray) -> dict[int, int]:
+        """Return which block uses the map of which: adjacent layers are merged, the most similar first."""
+        parts, reasons = _heads(anatomy), _reasons(anatomy)
+        group = list(range(len(parts)))  # the position of the first layer of each layer's group
+        merged = 0
+        for position in np.argsort(divergences, kind="stable").tolist():
+            if merged == self._wanted(anatomy):
+                break
+            if position <= self.separate or reasons[position] is not None or group[position] != position:
+                continue
+            leader = group[position - 1]
+            size = group.count(leader) + group.count(position)
+            if size <= self.max_group and not np.isinf(divergences[position]):
+                group = [leader if each == position else each for each in group]
+                merged += 1
+        if merged < self._wanted(anatomy):
+            raise self._too_few(anatomy, f"with the most similar layers in groups, {merged} can")
+        return {parts[i].block: parts[leader].block for i, leader in enumerate(group) if leader != i}
+
+    def _too_few(self, anatomy: Anatomy, how_many: str) -> ModelError:
+        return ModelError(
+            f"{self._wanted(anatomy)} of {len(_heads(anatomy))} layers cannot use the map of another: {how_many}; "
+            "lower `layers`, or raise `max_group`."
+        )
+
+    def reshape(self, anatomy: Anatomy, undecided: Mapping[str, UndecidedWidth]) -> Mapping[str, UndecidedWidth]:
+        """Share as many maps; which ones does not matter to the shape of the other layers."""
+        reuse_attention(anatomy, self.group(anatomy, np.arange(len(_heads(anatomy)), 0.0, -1)))
+        return undecided
+
+    @property
+    def keeps_plain_shape(self) -> bool:
+        return False
+
+    def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
+        layers = self._wanted(anatomy)
+        maps = (
+            2
+            * 4
+            * max(part.units * part.heads_per_unit for part in _heads(anatomy))
+            * size.batch_size
+            * size.seq_len**2
+        )
+        targets = 4 * size.tokens * anatomy.hidden_size * layers if self.repair == "full" else 0
+        targets = targets if memory_limit is None else min(targets, memory_limit)
+        return ResourceEstimate(1.0 + ((1 + layers) if self.repair == "full" else 0), maps + targets)
+
+    def _wanted(self, anatomy: Anatomy) -> int:
+        return max(1, math.floor(self.layers * len(_heads(anatomy)) + 1e-9))
+
+    def _most(self, anatomy: Anatomy) -> int:
+        """Return how many layers can use another's map."""
+        most, size = 0, 0
+        for position, reason in enumerate(_reasons(anatomy)):
+            joins = position > self.separate and reason is None and size < self.max_group
+            size = size + 1 if joins else 1
+            most += joins
+        return most
+
+    def _targets(self, anatomy: Anatomy, leaders: Mapping[int, int], context: MethodContext) -> list[ActivationStore]:
+        """Return the outputs of the output projections before anything changes, a store for each layer in order."""
+        parts = [part for part in _heads(anatomy) if part.block in leaders]
+        stores = [ActivationStore(context.memory_limit, context.folder) for _ in parts]
+
+        def keep(position: int, number: int, output: Tensor) -> None:
+            stores[position][number] = output.detach()
+
+        for number, batch in enumerate(context.batches):
+            hooks = [
+                part.output.module.register_forward_hook(
+                    lambda _, args, output, position=position, number=number: keep(position, number, output)
+                )
+                for position, part in enumerate(parts)
+            ]
+            _run(anatomy, batch, hooks)
+        return stores
+
+    @torch.no_grad()
+    def _refit(self, anatomy: Anatomy, targets: Sequence[ActivationStore], context: MethodContext) -> None:
+        """Fit the output projection of each layer without a map, from the first to the last, to its outputs before."""
+        parts = [part for part in _heads(anatomy) if part.map_of is not None]
+        for part, store in zip(context.progress.track(parts, "repair"), targets, strict=True):
+            equations = NormalEquations.zeros(part.output.in_features, part.output.out_features, part.output.device)
+            for number, batch in enumerate(context.batches):
+                mask = batch.get("attention_mask")
+
+                def add(_: nn.Module, args: Any, store: ActivationStore = store, number: int = number,
+                        mask: Tensor | None = mask, equations: NormalEquations = equations) -> None:  # fmt: skip
+                    rows, wanted = args[0].flatten(0, -2), store[number].flatten(0, -2)
+                    kept = slice(None) if mask is None else mask.flatten().bool().to(rows.device)
+                    equations.add(rows[kept], wanted[kept])
+
+                _run(anatomy, batch, [part.output.module.register_forward_pre_hook(add)])
+            _solve(part, equations, self.damping)
+
+
+def _solve(part: Part, equations: NormalEquations, damping: float) -> None:
+    """Set the weight to the ridge solution around its current value; a bias stays."""
+    weight = part.output.weight.detach().double()
+    cross = equations.cross
+    if part.output.bias is not None:
+        cross = cross - torch.outer(equations.input_sum, part.output.bias.detach().double())
+    ridge = damping * equations.gram.diagonal().mean().clamp_min(1e-12)
+    gram = equations.gram + ridge * torch.eye(len(equations.gram), dtype=torch.float64, device=weight.device)
+    solution = torch.linalg.solve(gram, cross + ridge * weight.T)
+    part.output.weight.copy_(solution.T)
+
+
+@torch.no_grad()
+def _run(anatomy: Anatomy, batch: Mapping[str, Tensor], hooks: Sequence[Any]) -> None:
+    try:
+        run_backbone(anatomy, dict(batch))
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _heads(anatomy: Anatomy) -> list[Part]:
+    return [part for part in anatomy.parts if part.kind == "heads"]
+
+
+def _reasons(anatomy: Anatomy) -> list[str | None]:
+    """Return why each layer cannot use the map of the layer before it; None if it can."""
+    parts, types = _heads(anatomy), getattr(anatomy.network.config.get_text_config(), "layer_types", None)
+    reasons: list[str | None] = ["it is the first"]
+    for before, part in pairwise(parts):
+        reason = unshareable_reason(before, part)
+        if types is not None and types[before.block] != types[part.block]:
+            reason = "it attends to other positions"
+        reasons.append(reason)
+    return reasons
