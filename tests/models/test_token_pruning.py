@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def test_layers_compute_the_tokens_that_are_left_and_no_others() -> None:
     network(**inputs("bert"))
     assert encoder.token_counts is not None
     sums = encoder.token_counts.sum(0).tolist()
-    assert rows == list(zip(sums[:-1], sums[1:], strict=True)) and sums[0] == 30 and sums[-1] < 15
+    assert rows == list(itertools.pairwise(sums)) and sums[0] == 30 and sums[-1] < 15
 
 
 def test_uniform_attention_gives_each_token_one_part_of_the_length() -> None:
@@ -227,7 +228,7 @@ def test_macs_are_counted_by_the_tokens_of_each_layer() -> None:
     counts = count_tokens(model, [batch, batch])
     d, f, expected = 32, 48, 0
     for row in counts.tolist():
-        for n, m in zip(row[:-1], row[1:], strict=True):
+        for n, m in itertools.pairwise(row):
             expected += 4 * d * d * n + 2 * d * n * n + 2 * d * f * m
     assert token_macs(model.anatomy, counts) == expected and len(counts) == 6
     dense = count_tokens(Model(attentive("bert")), [batch])
