@@ -39,6 +39,7 @@ ENCODERS = ("bert", "roberta", "distilbert", "mpnet")
 RULES = (
     ThresholdRule((0.08, 0.09, 0.1)),
     ThresholdRule((0.0, 0.09, 9.0)),
+    ThresholdRule((0.8, 0.9, 1.0), relative=True),
     TopKRule((0.8, 0.6, 0.3)),
     TopKRule((1.0, 0.6, 0.3), sums_layers=True),
 )
@@ -130,6 +131,10 @@ def test_uniform_attention_gives_each_token_one_part_of_the_length() -> None:
     encoder.rule = ThresholdRule((1 / 8 + 1e-4, 0.0, 0.0))
     network(**batch)
     assert encoder.token_counts[:, 1].tolist() == [1, 1, 1], "the first token stays"
+    for threshold, expected in ((0.99, [8, 11, 11]), (1.01, [1, 1, 1])):
+        encoder.rule = ThresholdRule((threshold, 0.0, 0.0), relative=True)
+        network(**batch)
+        assert encoder.token_counts[:, 1].tolist() == expected, "relative to the mean, each token has 1"
 
 
 @pytest.mark.parametrize("cumulative", [False, True])
@@ -256,7 +261,7 @@ def test_damaged_rules_are_refused(tmp_path: Path) -> None:
     good = content["token_pruning"]
     wrong: list[Any] = [
         None, [], {}, {**good, "rule": "other"}, {**good, "thresholds": good["thresholds"][:2]},
-        {**good, "thresholds": [0.1, "0.1", 0.1]}, {**good, "thresholds": [0.1, -1, 0.1]},
+        {**good, "relative": 1}, {**good, "thresholds": [0.1, "0.1", 0.1]}, {**good, "thresholds": [0.1, -1, 0.1]},
         {"rule": "top-k", "fractions": [0.5, 0.7, 0.1], "sums_layers": True},
         {"rule": "top-k", "fractions": [0.5, 0.5, 0.1], "sums_layers": 1},
         {"rule": "top-k", "fractions": [1.5, 0.5, 0.1], "sums_layers": True},

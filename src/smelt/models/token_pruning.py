@@ -36,6 +36,7 @@ class SoftThresholds:
     offsets: nn.Parameter  # [layers]
     scale: float  # of the offsets: their learning rate relative to that of the weights
     temperature: float
+    relative: bool = False  # importance is multiplied by the length, as in the rule
     mean_gates: list[Tensor] = field(default_factory=list)  # of the last forward: one of each layer, []
 
     @property
@@ -123,6 +124,7 @@ class TokenPruningEncoder(nn.Module):
                 continue
             scores = _received_attention(maps, kept, lengths)
             if self.soft is not None:
+                scores = scores * lengths[:, None] if self.soft.relative else scores
                 gates = torch.sigmoid((scores - self.soft.thresholds[layer]) / self.soft.temperature)
                 gates = gates.masked_fill(protected, 1.0)
                 mean_gates.append((gates * present).sum() / present.sum())

@@ -53,6 +53,7 @@ class ThresholdRule(TokenRule):
     """Drop the tokens whose importance is below the threshold of the layer."""
 
     thresholds: tuple[float, ...]
+    relative: bool = False  # to the mean importance, which is one over the length: then the length does not matter
 
     kind: ClassVar[str] = "threshold"
 
@@ -64,10 +65,11 @@ class ThresholdRule(TokenRule):
         return self.thresholds[layer] > 0
 
     def keep(self, scores: Tensor, present: Tensor, protected: Tensor, lengths: Tensor, layer: int) -> Tensor:
+        scores = scores * lengths[:, None] if self.relative else scores
         return present & ((scores >= self.thresholds[layer]) | protected)
 
     def to_json(self) -> dict[str, Any]:
-        return {"rule": self.kind, "thresholds": list(self.thresholds)}
+        return {"rule": self.kind, "thresholds": list(self.thresholds), "relative": self.relative}
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,13 @@ def token_rule_from_json(value: Any, layers: int, where: str) -> TokenRule:
     if any(type(number) not in (int, float) or not 0 <= number <= 1e6 for number in numbers):
         raise broken
     values = tuple(map(float, numbers))
-    if name == "thresholds":
-        return ThresholdRule(values)
-    if max(values) > 1 or list(values) != sorted(values, reverse=True) or type(value.get("sums_layers")) is not bool:
+    if name == "thresholds" and type(value.get("relative")) is bool:
+        return ThresholdRule(values, value["relative"])
+    if (
+        name != "fractions"
+        or max(values) > 1
+        or list(values) != sorted(values, reverse=True)
+        or type(value.get("sums_layers")) is not bool
+    ):
         raise broken
     return TopKRule(values, value["sums_layers"])

@@ -179,6 +179,7 @@ class TokenPruningRun:
         self.samples, self.validation = samples.split(VALIDATION)
         self._counted = _first_sequences(context.batches, COUNTED_SEQUENCES)
         self.lengths = text_lengths(self._counted)
+        self.mean_length = float(self.lengths.double().mean())
         self.dense_macs = self.macs(self.lengths[:, None].expand(-1, self.layers + 1))
         self.allowed_macs = method.budget.keep * self.dense_macs
 

@@ -9,7 +9,7 @@ Then the thresholds are frozen, tokens with s < theta are dropped, and the weigh
 bisection for the budget; the small difference that remains is closed by a shift of all thresholds.
 
 Differences from the published code: importance is divided by the length without padding, and the first token always
-stays.
+stays. Importance falls with the length, so thresholds drop more of longer texts; with `relative` they do not.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Ltp(TokenPruning):
     soft_epochs: float = 1.0  # of training with soft thresholds, for each lambda that is tried; small data needs 10
     temperature: float = 1e-3  # of the soft thresholds; the paper tries 1e-4 to 2e-3
     final_threshold: float = 0.01  # at the start, thresholds rise linearly from 0 towards this
+    relative: bool = False  # importance relative to its mean, which is 1 over the length: for data of other lengths
     threshold_lr: float | None = None  # learning rate of the thresholds; null: that of the weights
     regularization: float | None = None  # lambda, 0.01 to 0.2 in the paper; null: found by bisection for the budget
     trials: int = 5  # of the bisection, at most
@@ -95,7 +96,7 @@ class Ltp(TokenPruning):
             low, high = ((low + high) / 2, high) if over > 0 else (low, (low + high) / 2)
         assert best is not None
         run.model.network.load_state_dict(weights)
-        run.encoder.rule = ThresholdRule(tuple(best["thresholds"]))
+        run.encoder.rule = ThresholdRule(tuple(best["thresholds"]), self.relative)
         rule = self._meet_budget(run, run.encoder.rule)
         return rule, {"regularization": best["regularization"], "trials": trials}
 
@@ -111,18 +112,21 @@ class Ltp(TokenPruning):
         """Train weights and thresholds together; return the thresholds and the MACs they leave."""
         encoder, layers = run.encoder, run.layers
         encoder.rule = ThresholdRule((0.0,) * layers)
-        base = torch.tensor([self.final_threshold * layer / layers for layer in range(layers)], device=run.device)
+        unit = run.mean_length if self.relative else 1.0  # thresholds of relative importance are so much larger
+        base = torch.tensor(
+            [unit * self.final_threshold * layer / layers for layer in range(layers)], device=run.device
+        )
         offsets = nn.Parameter(torch.zeros(layers, device=run.device))
         scale = 1.0 if self.threshold_lr is None else self.threshold_lr / self.optimizer.lr
         encoder.token_offsets = offsets  # a parameter of the network, so that it trains and is checkpointed
-        encoder.soft = SoftThresholds(base, offsets, scale, self.temperature)
+        encoder.soft = SoftThresholds(base, offsets, unit * scale, unit * self.temperature, self.relative)
         try:
             facts = run.train(name.replace(" ", "-"), self.soft_epochs, "last", regularization)
             thresholds = encoder.soft.thresholds.detach().double().clamp(min=0.0).tolist()
         finally:
             encoder.soft = None
             del encoder.token_offsets
-        encoder.rule = ThresholdRule(tuple(thresholds))
+        encoder.rule = ThresholdRule(tuple(thresholds), self.relative)
         return {
             "regularization": regularization,
             "thresholds": thresholds,
@@ -135,13 +139,14 @@ class Ltp(TokenPruning):
 
         def shifted(shift: float) -> ThresholdRule:
             steps = enumerate(rule.thresholds)
-            return ThresholdRule(tuple(max(value + shift * (layer + 1) / run.layers, 0.0) for layer, value in steps))
+            values = (max(value + unit * shift * (layer + 1) / run.layers, 0.0) for layer, value in steps)
+            return ThresholdRule(tuple(values), self.relative)
 
         def fits(shift: float) -> bool:
             run.encoder.rule = shifted(shift)
             return run.macs() <= run.allowed_macs
 
-        step = 1e-4
+        unit, step = run.mean_length if self.relative else 1.0, 1e-4
         if fits(0.0):
             low, high = -step, 0.0
             while fits(low) and low > -1.0:
