@@ -5,8 +5,8 @@
 Whole blocks by Block Influence (ShortGPT) and by the loss without them (Minitron), the reverse order of ShortGPT as a
 negative control, hidden size (SliceGPT with one rotation for all blocks), and equal widths of heads and FFN channels
 (Minitron) beside Fisher pruning without repair. All see the same calibration windows of the training split; nothing is
-trained. Parameters are all of the model's: SliceGPT unties the head. Latency is one forward of 128 tokens and one
-decoded token on CPU, against the source model in turns. Rows are written as they are finished.
+trained. Parameters are all of the model's: SliceGPT unties the head. The speedup is that of one forward of 128 tokens,
+against the source model in turns. Rows are written as they are finished.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from smelt.compression.pruning.shortgpt import block_influence
 from smelt.data import load_text, text_batches
 from smelt.errors import SmeltError
 from smelt.measure.cost import block_parameters, count_parameters
-from smelt.measure.latency import compare_latency, decode_latency
+from smelt.measure.latency import compare_latency
 from smelt.measure.perplexity import perplexity
 from smelt.models.depth import keep_blocks
 from smelt.models.load import load
@@ -98,7 +98,6 @@ def measure(model: Model, base: Model, options: argparse.Namespace) -> dict[str,
         "block_parameters": block_parameters(model.anatomy),
         "parameters": count_parameters(model.network),
         "prompt_speedup": prompt.ratio,
-        "decode_ms": decode_latency(model, prompt=64, tokens=24).median_ms,
     }
 
 
@@ -108,7 +107,7 @@ def text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
         [
             row["method"], f"{row['kept']:g}", f"{row['block_parameters'] / dense['block_parameters']:.3f}",
             f"{row['parameters'] / 1e6:.1f}", f"{row['perplexity']:.2f}", f"{row['prompt_speedup']:.2f}x",
-            f"{row['decode_ms']:.1f}", f"{row['seconds']:.0f}", _what(row),
+            f"{row['seconds']:.0f}", _what(row),
         ]
         for row in sorted(rows, key=lambda row: (-row["kept"], row["perplexity"]))
     ]  # fmt: skip
