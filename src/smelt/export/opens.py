@@ -12,6 +12,7 @@ from smelt.models.artifact import layer_fields
 from smelt.models.model import Model
 from smelt.models.program_network import ProgramNetwork
 from smelt.models.quantized import quantized_layers
+from smelt.models.token_pruning import token_pruning_of
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def opens_in(model: Model) -> list[Opener]:
     scales that GGUF must represent exactly, the export itself is the judge.
     """
     openers = [Opener("Smelt")]
-    if isinstance(model.network, ProgramNetwork):
+    if isinstance(model.network, ProgramNetwork) or token_pruning_of(model.network) is not None:
         return openers
     export = None
     if quantized_layers(model.network):

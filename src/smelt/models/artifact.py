@@ -33,6 +33,8 @@ from smelt.models.program_network import ProgramNetwork, load_program_network
 from smelt.models.quantized import LOW_RANK_NAMES, QuantizedEmbedding, quantized_layers
 from smelt.models.quantized_network import prepare_quantized_layers, tie_layers, tied_layers
 from smelt.models.surgery import restore_shape
+from smelt.models.token_pruning import install_token_pruning, token_pruning_of
+from smelt.models.token_rules import token_rule_from_json
 from smelt.models.tokenizer import load_tokenizer
 from smelt.models.weights import TensorHeader, read_headers, read_safetensors
 from smelt.version import __version__
@@ -46,7 +48,7 @@ def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = No
     """Write a model into an existing, empty folder; `record` (reproducible measurements) is added to `smelt.json`."""
     network = model.network
     anatomy = model.anatomy
-    packed = quantized_layers(network)
+    packed, token_pruning = quantized_layers(network), token_pruning_of(network)
     write_json(folder / "config.json", shaped_config(anatomy))
     if isinstance(network, ProgramNetwork):
         network.save_program(folder)
@@ -72,6 +74,7 @@ def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = No
         **({"quantized": {path: layer.scheme.to_json() for path, layer in packed.items()}} if packed else {}),
         **({"tied": tied} if (tied := tied_layers(network)) else {}),
         **({"kv": model.kv.to_json()} if model.kv else {}),
+        **({"token_pruning": token_pruning.rule.to_json()} if token_pruning else {}),
         **(record or {}),
     }
     write_json(folder / "smelt.json", content)
@@ -168,6 +171,9 @@ def shaped_network(folder: Path, content: dict[str, Any] | None = None, device: 
         restore_attention_reuse(anatomy_of(network), content["attention_reuse"], str(folder))
     prepare_quantized_layers(network, content.get("quantized", {}), str(folder))
     tie_layers(network, _tied(content, network, folder))
+    if "token_pruning" in content:
+        rule = token_rule_from_json(content["token_pruning"], len(anatomy.blocks), str(folder))
+        install_token_pruning(anatomy, rule)
     return network
 
 

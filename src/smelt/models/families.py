@@ -107,6 +107,7 @@ class Family:
     norms: tuple[str | None, str | None] | None = None  # None: a scale cannot be folded into it
     final_norm: str | None = None
     embeddings: tuple[str, ...] = ()
+    post_norms: tuple[str, str] | None = None  # of post-norm encoders: after attention and feed-forward, from a block
     # The config flag that, when false, makes a pre-norm family post-norm (OPT-350m).
     pre_norm_flag: str | None = None
     stateful: bool = False  # layers carry a state from token to token, beside or instead of a KV cache
@@ -598,6 +599,7 @@ FAMILIES: tuple[Family, ...] = (
         attention=_BERT_ATTENTION,
         feed_forward=FeedForwardPaths(input_projections=("intermediate.dense",), output="output.dense"),
         config_names=_PLAIN_NAMES,
+        post_norms=("attention.output.LayerNorm", "output.LayerNorm"),
     ),
     Family(
         name="distilbert",
@@ -615,6 +617,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
         feed_forward=FeedForwardPaths(input_projections=("ffn.lin1",), output="ffn.lin2"),
         config_names={"heads": "n_heads", "ffn_channels": "hidden_dim"},
+        post_norms=("sa_layer_norm", "output_layer_norm"),
     ),
     Family(
         name="mpnet",
@@ -634,6 +637,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
         feed_forward=FeedForwardPaths(input_projections=("intermediate.dense",), output="output.dense"),
         config_names=_PLAIN_NAMES,
+        post_norms=("attention.LayerNorm", "output.LayerNorm"),
     ),
     Family(
         name="albert",

@@ -133,7 +133,17 @@ def size_rows(run: Run) -> list[ComparisonRow]:
         ("bytes", "weight bytes", numbers.size),
         ("macs", macs_label, numbers.macs),
     ]
-    return [*(_row(label, size[key], write) for key, label, write in columns if size.get(key)), *_kv_cache_rows(run)]
+    rows = [_row(label, size[key], write) for key, label, write in columns if size.get(key)]
+    return [*rows, *_token_rows(run), *_kv_cache_rows(run)]
+
+
+def _token_rows(run: Run) -> list[ComparisonRow]:
+    """Build the row of the MACs of a text of the training data, if a step drops tokens."""
+    facts = [step.get("facts") or {} for step in run.get("steps") or []]
+    pairs = [
+        {when: each[f"text_macs_{when}"] for when in ("before", "after")} for each in facts if "text_macs_after" in each
+    ]
+    return [_row("MACs per text, tokens dropped", pairs[-1], numbers.macs)] if pairs else []
 
 
 def _kv_cache_rows(run: Run) -> list[ComparisonRow]:

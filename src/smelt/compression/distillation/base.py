@@ -10,16 +10,13 @@ import dataclasses
 import math
 import shutil
 import tempfile
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as distributed
 from torch import Tensor, nn
 
 from smelt.compression.base import (
@@ -51,7 +48,12 @@ from smelt.compression.distillation.quantizers import ActivationQuantizer, Weigh
 from smelt.compression.distillation.quantizers.minmax import MinMax
 from smelt.compression.distillation.samples import Samples
 from smelt.compression.distillation.student import NetworkTeacher, Student
-from smelt.compression.distillation.training_run import BestCheckpoint, can_resume, process_group
+from smelt.compression.distillation.training_run import (
+    remember_dtypes,
+    restore_dtypes,
+    run_training,
+    share_of_batch,
+)
 from smelt.compression.quantization.layers import LinearLayer, layer_groups
 from smelt.errors import ConfigError, DataError, ModelError, RecipeError
 from smelt.measure.cost import block_parameters, count_bytes
@@ -59,6 +61,7 @@ from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
 from smelt.models.quantized_network import prepare_quantized_layers
+from smelt.models.token_pruning import refuse_token_pruning
 from smelt.train.gradients.comm import Comm
 from smelt.train.trainer.config import (
     CheckpointConfig,
@@ -69,11 +72,9 @@ from smelt.train.trainer.config import (
 )
 from smelt.train.trainer.gradient_sync import normalize_gradients
 from smelt.train.trainer.tasks import TrainingTask
-from smelt.train.trainer.trainer import Trainer
 
 VALIDATION = 0.05  # fraction of the samples, the last ones
 MAX_CONVERSION_ERROR = 1e-3  # of packed logits, relative to the largest logit
-CURVE_POINTS = 200
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ class QuantizationAwareTraining(Method):
     def check(self, anatomy: Anatomy) -> None:
         if quantized_layers(anatomy.network):
             raise ModelError("this model is quantized already; train the model it was made from.")
+        refuse_token_pruning(anatomy.network, f"{self.name} trains with all tokens")
         size = self.weights.format.group_size
         for path, columns in self._columns(anatomy).items():
             if size > 0 and columns % size:
@@ -213,7 +215,7 @@ class QuantizationAwareTraining(Method):
         device = context.device or next(model.network.parameters()).device
         folder = context.checkpoint.folder or context.folder or Path(tempfile.mkdtemp())
         teacher = self.make_teacher(model)
-        bytes_before, dtypes = count_bytes(model.network), _dtypes(model.network)
+        bytes_before, dtypes = count_bytes(model.network), remember_dtypes(model.network)
         model.network.to(device)
         samples, facts = self.make_samples(model, context, device)
         train, validation = samples.split(VALIDATION)
@@ -252,7 +254,7 @@ class QuantizationAwareTraining(Method):
             network.gradient_checkpointing_disable()
         network.eval()
         facts |= self.convert_layers(model, context, first)
-        _restore_dtypes(model.network, dtypes)
+        restore_dtypes(model.network, dtypes)
         return {
             "layers_quantized": len(layers),
             "bits": self.weights.format.bits,
@@ -300,64 +302,27 @@ class QuantizationAwareTraining(Method):
     def _train(
         self, task: TrainingTask, model: Model, context: MethodContext, folder: Path, device: torch.device
     ) -> dict[str, Any]:
-        with warnings.catch_warnings(), process_group(device):
-            warnings.filterwarnings("ignore", "Grad strides do not match")  # of 1x1 convolutions in DDP: harmless
-            config, comm = self._train_config(len(task.train), model, context, device), Comm()
-            resume = can_resume(folder, comm)
-            trainer = Trainer(config, folder, device, resume=resume, resplit=False, task=task)
-            best = BestCheckpoint(trainer)
-            for entry in context.progress.track(trainer.steps(), self.name, total=config.steps - trainer.progress.step):
-                best.update(entry)
-            log = trainer.folder.read_log()
-            if self.select == "best":
-                best.load()
-            comm.all_gather(torch.zeros(1), "agreement")  # every rank has read what is removed now
-            if comm.rank == 0:
-                shutil.rmtree(folder)
-        losses: list[float] = [entry["loss"] for entry in log]
-        evaluations = {entry["step"]: entry["evaluation"] for entry in log if "evaluation" in entry}
-        selected = best.step if self.select == "best" else config.steps
+        facts = run_training(
+            task, lambda: self._train_config(len(task.train), model, context, device), folder, device,
+            name=self.name, select=self.select, progress=context.progress,
+        )  # fmt: skip
         if model.task == "policy":
-            evaluations[selected].pop("perplexity", None)
-        return {
-            "steps": config.steps,
-            "selected_step": selected,
-            "final_loss": sum(losses[-20:]) / len(losses[-20:]),
-            "loss_curve": _thin(losses),
-            **{f"{name}_curve": _thin([entry[name] for entry in log]) for name in task.log_values()},
-            **{f"validation_{name}": value for name, value in evaluations[selected].items()},
-        }
+            facts.pop("validation_perplexity", None)
+        return facts
 
     def _train_config(self, samples: int, model: Model, context: MethodContext, device: torch.device) -> TrainConfig:
         """Return the configuration of the run: the workers share each batch."""
-        world_size = distributed.get_world_size()
-        if self.batch_size % world_size:
-            raise RecipeError(
-                f"batch_size of {self.name} is {self.batch_size}, which {world_size} workers cannot share; make it a "
-                f"multiple of {world_size}."
-            )
         per_step = self.batch_size * self.gradient_accumulation_steps
         return TrainConfig(
             model=model.source or "model", task="images" if model.task == "images" else "language",
-            batch_size=self.batch_size // world_size, gradient_accumulation_steps=self.gradient_accumulation_steps,
+            batch_size=share_of_batch(self.name, self.batch_size),
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
             steps=max(math.ceil(self.epochs * samples / per_step), 1), seed=context.seed, precision=self.precision,
             max_grad_norm=self.max_grad_norm, optimizer=self.optimizer, schedule=self.schedule,
             gradients=self.gradients, evaluate=EvaluateConfig(every=self.checkpoint_every, samples=1_000_000),
             checkpoint=CheckpointConfig(every=self.checkpoint_every), device=device.type, compile=self.compile,
             cuda_graphs=self.cuda_graphs and not self.gradient_checkpointing,  # which saves the state of random numbers
         )  # fmt: skip
-
-
-def _dtypes(network: nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtype of each parameter and buffer, by name."""
-    return {name: tensor.dtype for name, tensor in chain(network.named_parameters(), network.named_buffers())}
-
-
-def _restore_dtypes(network: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
-    """Cast what is left of a network back; buffers that transformers computes in float32 stay in it."""
-    for name, tensor in chain(network.named_parameters(), network.named_buffers()):
-        if name in dtypes:
-            tensor.data = tensor.data.to(dtypes[name])
 
 
 def _enable_gradient_checkpointing(network: Any) -> None:
@@ -400,10 +365,3 @@ def _conversion_error(fake_quantized: Tensor, packed: Tensor) -> float:
             f"the packed network's logits differ by {float(difference):.1e} of the largest; this is a bug."
         )
     return float(difference)
-
-
-def _thin(values: list[float]) -> list[list[float]]:
-    """Return at most `CURVE_POINTS` pairs of step and mean loss."""
-    size = max(math.ceil(len(values) / CURVE_POINTS), 1)
-    parts = [values[start : start + size] for start in range(0, len(values), size)]
-    return [[min((index + 1) * size, len(values)), sum(part) / len(part)] for index, part in enumerate(parts)]

@@ -70,6 +70,7 @@ from smelt.models.finite import find_non_finite
 from smelt.models.image_processor import ImageProcessor
 from smelt.models.load import load, resolve, skeleton, source_files
 from smelt.models.model import Model
+from smelt.models.token_pruning import all_tokens
 from smelt.models.verify import verify
 from smelt.progress import NullProgress, RunProgress, progress_bars
 from smelt.report.page import write_report
@@ -330,7 +331,7 @@ class _Run:
         torch.manual_seed(self.recipe.seed)
         untouched = _states(model)
         start = time.perf_counter()
-        with PeakMemory() as memory:
+        with PeakMemory() as memory, all_tokens(model.network):
             facts = step.apply(model, context)
         changed = _states(model) - untouched
         self._check_finite(model, {name for name, *_ in changed}, step.name, name)

@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 
 from smelt.errors import ConversionError
 from smelt.models.anatomy import Block, Part, anatomy_of
+from smelt.models.families import family_of
+from smelt.models.token_pruning import refuse_token_pruning
 from smelt.runtime.integer.builder import SCORE_SCALE, GraphBuilder, QTensor
 from smelt.runtime.integer.conversion import (
     DECODERS,
@@ -43,22 +45,27 @@ class EncoderLayout:
     head: tuple[tuple[str, str], ...]  # linear layers of the classification head, each with its activation
 
 
+def _norms(model_type: str) -> tuple[str, str]:
+    norms = family_of(model_type).post_norms
+    assert norms is not None
+    return norms
+
+
 _POOLED = (("{base}.pooler.dense", "tanh"), ("classifier", ""))
 _TWO_LAYERS = (("classifier.dense", "tanh"), ("classifier.out_proj", ""))
-_BERT_NORMS = ("attention.output.LayerNorm", "output.LayerNorm")
-_DISTILBERT_NORMS = ("sa_layer_norm", "output_layer_norm")
 _LAYOUTS = {
-    "bert": EncoderLayout(_BERT_NORMS, False, _POOLED),
-    "roberta": EncoderLayout(_BERT_NORMS, True, _TWO_LAYERS),
-    "xlm-roberta": EncoderLayout(_BERT_NORMS, True, _TWO_LAYERS),
-    "camembert": EncoderLayout(_BERT_NORMS, True, _TWO_LAYERS),
-    "distilbert": EncoderLayout(_DISTILBERT_NORMS, False, (("pre_classifier", "relu"), ("classifier", ""))),
-    "mpnet": EncoderLayout(("attention.LayerNorm", "output.LayerNorm"), True, _TWO_LAYERS),
+    "bert": EncoderLayout(_norms("bert"), False, _POOLED),
+    "roberta": EncoderLayout(_norms("bert"), True, _TWO_LAYERS),
+    "xlm-roberta": EncoderLayout(_norms("bert"), True, _TWO_LAYERS),
+    "camembert": EncoderLayout(_norms("bert"), True, _TWO_LAYERS),
+    "distilbert": EncoderLayout(_norms("distilbert"), False, (("pre_classifier", "relu"), ("classifier", ""))),
+    "mpnet": EncoderLayout(_norms("mpnet"), True, _TWO_LAYERS),
 }  # fmt: skip
 
 
 def check_encoder(network: PreTrainedModel) -> None:
     """Raise if the network has no integer form, naming operator and layer; weights may be on the meta device."""
+    refuse_token_pruning(network, "integer graphs compute all of them")
     kind = network.config.model_type
     if kind not in _LAYOUTS:
         raise ConversionError(

@@ -1,0 +1,137 @@
+"""Depth and width baselines on SmolLM2-135M: WikiText-2 perplexity at equal budgets of block parameters, untrained.
+
+    PYTHONPATH=src:benchmarks python benchmarks/depth_width.py [--samples 64] [--windows 64] [--device cuda] [--resume]
+
+Whole blocks by Block Influence (ShortGPT) and by the loss without them (Minitron), the reverse order of ShortGPT as a
+negative control, hidden size (SliceGPT with one rotation for all blocks), and equal widths of heads and FFN channels
+(Minitron) beside Fisher pruning without repair. All see the same calibration windows of the training split; nothing is
+trained. Parameters are all of the model's: SliceGPT unties the head. The speedup is that of one forward of 128 tokens,
+against the source model in turns. Rows are written as they are finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from typing import Any
+
+import numpy as np
+from common import previous_rows, shared, table, write
+
+from smelt.compression.base import MethodContext
+from smelt.compression.methods import METHODS
+from smelt.compression.pruning.shortgpt import block_influence
+from smelt.data import load_text, text_batches
+from smelt.errors import SmeltError
+from smelt.measure.cost import block_parameters, count_parameters
+from smelt.measure.latency import compare_latency
+from smelt.measure.perplexity import perplexity
+from smelt.models.depth import keep_blocks
+from smelt.models.load import load
+from smelt.models.model import Model
+
+KEPT = (0.9, 0.8, 0.7)
+CONTEXT, LENGTH, BATCH = 1024, 256, 4
+REVERSED = "blocks of highest influence (control)"
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ShortGPT": {"method": "shortgpt"},
+    REVERSED: {},
+    "Minitron depth": {"method": "minitron-depth"},
+    "SliceGPT": {"method": "slicegpt"},
+    "Minitron width": {"method": "minitron"},
+    "Fisher without repair": {"method": "fisher", "repair": "none"},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=64, help=f"calibration windows of {LENGTH} tokens")
+    parser.add_argument("--windows", type=int, default=64, help=f"test windows of {CONTEXT} tokens")
+    parser.add_argument("--kept", type=float, nargs="+", default=list(KEPT), help="shares of the block parameters")
+    parser.add_argument("--methods", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--name", default="depth_width", help="of the results file")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of a run that was cut off")
+    options = parser.parse_args()
+    base = load("smollm2-135m", device=options.device)
+    train = load_text(shared() / "data/wikitext2/train.txt.gz")
+    batches = text_batches(train, base.tokenizer, samples=options.samples, length=LENGTH, batch_size=BATCH, seed=0)
+    rows = previous_rows(options.name, options.resume)
+    if not rows:
+        rows = [{"method": "dense", "kept": 1.0, **measure(base, base, options), "seconds": 0.0}]
+    done = {(row["method"], row["kept"]) for row in rows}
+    for kept in options.kept:
+        for name in options.methods:
+            if (name, kept) in done:
+                continue
+            model = Model(copy.deepcopy(base.network), base.tokenizer, source="smollm2-135m")
+            begun = time.monotonic()
+            try:
+                removed = prune(model, name, kept, MethodContext(batches=batches))
+            except SmeltError as error:
+                print(name, kept, error, flush=True)
+                continue
+            seconds = time.monotonic() - begun
+            row = {"method": name, "kept": kept, **measure(model, base, options), "seconds": seconds, **removed}
+            rows.append(row)
+            print(row, flush=True)
+            write(options.name, rows, text(rows, options))
+
+
+def prune(model: Model, name: str, kept: float, context: MethodContext) -> dict[str, Any]:
+    if name == REVERSED:
+        order, blocks = np.argsort(block_influence(model, context)), len(model.anatomy.blocks)
+        stay = sorted(order[: int(kept * blocks + 1e-9)].tolist())
+        keep_blocks(model.anatomy, stay)
+        return {"blocks_removed": [index for index in range(blocks) if index not in stay]}
+    facts = METHODS.build({**SETTINGS[name], "budget": {"parameters": kept}}).apply(model, context)
+    return {key: facts[key] for key in ("blocks_removed", "hidden_size_after", "variance_kept") if key in facts}
+
+
+def measure(model: Model, base: Model, options: argparse.Namespace) -> dict[str, Any]:
+    test = load_text(shared() / "data/wikitext2/test.txt.gz")
+    quality = perplexity(model, test, context=CONTEXT, limit=options.windows * CONTEXT, batch_size=BATCH)
+    prompt = compare_latency(model, base, repeats=10)
+    return {
+        "perplexity": quality.value,
+        "block_parameters": block_parameters(model.anatomy),
+        "parameters": count_parameters(model.network),
+        "prompt_speedup": prompt.ratio,
+    }
+
+
+def text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
+    dense = rows[0]
+    cells = [
+        [
+            row["method"], f"{row['kept']:g}", f"{row['block_parameters'] / dense['block_parameters']:.3f}",
+            f"{row['parameters'] / 1e6:.1f}", f"{row['perplexity']:.2f}", f"{row['prompt_speedup']:.2f}x",
+            f"{row['seconds']:.0f}", _what(row),
+        ]
+        for row in sorted(rows, key=lambda row: (-row["kept"], row["perplexity"]))
+    ]  # fmt: skip
+    headings = [
+        "method",
+        "budget",
+        "block parameters",
+        "all parameters, M",
+        "perplexity",
+        "prompt of 128",
+        "ms per token",
+    ]
+    return (
+        f"# Depth and width baselines: SmolLM2-135M, WikiText-2\n\nNothing is trained or repaired. {options.samples} "
+        f"calibration windows of {LENGTH} tokens; perplexity at context {CONTEXT} on the first {options.windows} "
+        f"windows of the test split.\n\n{table([*headings, 'seconds', 'what went'], cells)}"
+    )
+
+
+def _what(row: dict[str, Any]) -> str:
+    if "blocks_removed" in row:
+        return "blocks " + ", ".join(map(str, row["blocks_removed"]))
+    return f"hidden size {row['hidden_size_after']}" if "hidden_size_after" in row else ""
+
+
+if __name__ == "__main__":
+    main()

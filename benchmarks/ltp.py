@@ -1,0 +1,259 @@
+"""Token pruning of MiniLM-L6 on GLUE: learned thresholds (LTP) against top-k and a fixed ratio, and all tokens.
+
+    PYTHONPATH=src:benchmarks python benchmarks/ltp.py [--device cuda] [--jobs 4] [--budgets 0.7 0.5 0.35] [--resume]
+    PYTHONPATH=src:benchmarks python benchmarks/ltp.py --smoke --device cpu --jobs 1 --name smoke
+
+Every row starts from the same float network, whose loss on the labels and whose own logits (distillation) train it with
+the same number of epochs. MACs are counted on the development set from the tokens that each layer computes, relative to
+all tokens. Latency is that of the whole development set (or its first texts) on CPU, both networks in turns, at the
+texts' own lengths and padded to 128 tokens (the padding is part of the batch; token pruning never computes it), with
+one thread and batches of 1 and 8. The float network of SST-2 is that of the shared folder; the others are fine-tuned
+here first, as `finetune_glue.py` does. Rows are written as they are finished; `--resume` adds what is missing.
+`--no-latency` leaves the timing to a run on another machine with `--latency-only`, which reads the models of --folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import minilm_sst2, previous_rows, table, write
+from finetune_glue import TASKS, fine_tune, glue_rows, with_head
+from qat_runs import Row, add_options, mean_and_seeds, run_cells, train_cells
+from torch.nn import functional as F
+
+from smelt.compression.base import MethodContext
+from smelt.compression.methods import METHODS
+from smelt.data import Batch, labeled_batches
+from smelt.measure.task import evaluate_task
+from smelt.measure.token_cost import count_tokens, text_lengths, token_macs
+from smelt.models.artifact import save_artifact
+from smelt.models.load import load
+from smelt.models.model import Model
+
+BATCH_SIZE, MAX_LENGTH, FINE_TUNING_EPOCHS = 64, 128, 4
+LR, THRESHOLD_LR = 2e-5, 2e-4
+FLOAT, LTP, TOPK, RATIO = "all tokens", "ltp", "token-topk", "token-ratio"
+METHOD_NAMES = (LTP, TOPK, RATIO)
+EPOCHS = {
+    "sst2": (1.0, 2.0),
+    "mrpc": (5.0, 5.0),
+    "rte": (5.0, 5.0),
+    "stsb": (4.0, 4.0),
+}  # soft, then with dropped tokens
+TIMED = {1: 64, 8: 256}  # texts, by batch size
+REPEATS = 5
+
+
+def main() -> None:
+    options = read_options()
+    if options.cells is not None:
+        train_cells(options.cells, lambda cell: run_cell(cell, options))
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        options.folder = options.folder or Path(temporary)
+        flags = ["--device", options.device, "--folder", str(options.folder), "--rows", str(options.rows)]
+        flags += ["--smoke"] * options.smoke + ["--no-latency"] * options.no_latency
+        flags += ["--latency-only"] * options.latency_only
+        rows = previous_rows(options.name, options.resume or options.latency_only)
+        floats = [{"task": task, "row": FLOAT, "budget": 1.0, "seed": 0} for task in options.tasks]
+        if options.latency_only:
+            for row in run_cells(__file__, [[*floats, *grid(options)]], 1, flags):
+                rows = [{**other, **row} if key(other) == key(row) else other for other in rows]
+                write(options.name, rows, text(rows, options))
+            return
+        kept = {task for task in options.tasks if (options.folder / model_name(floats[0] | {"task": task})).exists()}
+        for row in run_cells(__file__, [[cell] for cell in floats if cell["task"] not in kept], options.jobs, flags):
+            rows = [*(other for other in rows if key(other) != key(row)), row]
+        done = {key(row) for row in rows}
+        missing = [cell for cell in grid(options) if key(cell) not in done]
+        parts = [part for index in range(options.jobs) if (part := missing[index :: options.jobs])]
+        for row in run_cells(__file__, parts, options.jobs, flags):
+            rows.append(row)
+            write(options.name, rows, text(rows, options))
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, "ltp", seeds=[0, 1, 2], jobs=4)
+    parser.add_argument("--tasks", nargs="+", choices=list(EPOCHS), default=["sst2", "rte", "stsb", "mrpc"])
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.7, 0.5, 0.35], help="shares of the MACs")
+    parser.add_argument("--rows", type=int, default=20_000, help="texts of the training set, at most")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of the results file")
+    parser.add_argument("--no-latency", action="store_true", help="time nothing")
+    parser.add_argument("--latency-only", action="store_true", help="time the models of --folder on this machine")
+    parser.add_argument("--smoke", action="store_true", help="a few texts of one task; no results to keep")
+    options = parser.parse_args()
+    if options.latency_only and options.folder is None:
+        parser.error("--latency-only needs the --folder of a run with --no-latency")
+    if options.smoke:
+        options.tasks, options.budgets, options.seeds, options.rows = ["sst2"], [0.5], [0], 96
+    return options
+
+
+def grid(options: argparse.Namespace) -> list[Row]:
+    return [
+        {"task": task, "row": method, "budget": budget, "seed": seed}
+        for seed in options.seeds for task in options.tasks for budget in options.budgets for method in METHOD_NAMES
+    ]  # fmt: skip
+
+
+def key(row: Row) -> tuple[str, ...]:
+    return tuple(str(row[name]) for name in ("task", "row", "budget", "seed"))
+
+
+def model_name(cell: Row) -> str:
+    return f"{cell['task']}-{cell['row'].replace(' ', '-')}-{cell['budget']:g}-{cell['seed']}"
+
+
+def run_cell(cell: Row, options: argparse.Namespace) -> Row:
+    torch.set_num_threads(1)
+    folder = options.folder / model_name(cell)
+    if options.latency_only:
+        return {**cell, "latency": latency(cell, load(str(folder)), options)}
+    begun, facts = time.monotonic(), {}
+    if cell["row"] == FLOAT:
+        model = float_model(cell["task"], options)
+    else:
+        model = load(str(options.folder / model_name({**cell, "row": FLOAT, "budget": 1.0, "seed": 0})))
+        model.network.to(options.device)
+        with tempfile.TemporaryDirectory() as work:
+            context = MethodContext(
+                batches=training_batches(model, cell, options), seed=cell["seed"], folder=Path(work)
+            )
+            facts = METHODS.build(settings(cell, options)).apply(model, context)
+    facts = {name: facts[name] for name in ("macs_kept", "regularization", "trials", "rule") if name in facts}
+    seconds = time.monotonic() - begun
+    folder.mkdir(parents=True, exist_ok=True)
+    save_artifact(model, folder)
+    task, dev = TASKS[cell["task"]], glue_rows(cell["task"], "dev")
+    limit = 64 if options.smoke else None
+    quality = evaluate_task(model, dev, metric=task.metric, max_length=MAX_LENGTH, batch_size=64, limit=limit)
+    batches = dev_batches(model, cell, options, 64)
+    counts = count_tokens(model, batches)
+    dense = token_macs(model.anatomy, text_lengths(batches)[:, None].expand(-1, counts.shape[1]))
+    row = {
+        **cell, "metric": task.metric, "value": quality.value, "seconds": seconds, **facts,
+        "dev_macs": token_macs(model.anatomy, counts) / dense, "dev_tokens": counts.double().mean(0).tolist(),
+    }  # fmt: skip
+    return row if options.no_latency else {**row, "latency": latency(cell, model, options)}
+
+
+def float_model(task: str, options: argparse.Namespace) -> Model:
+    if task == "sst2":
+        return minilm_sst2(options.device)
+    torch.manual_seed(0)
+    model = with_head(TASKS[task].outputs, options.device)
+    fine_tune(model, glue_rows(task, "train"), FINE_TUNING_EPOCHS, seed=0)
+    return model
+
+
+def training_batches(model: Model, cell: Row, options: argparse.Namespace) -> list[Batch]:
+    train = glue_rows(cell["task"], "train")
+    samples = min(len(train), options.rows)
+    return labeled_batches(
+        train, model.tokenizer, samples=samples, max_length=MAX_LENGTH, batch_size=BATCH_SIZE, seed=0
+    )
+
+
+def dev_batches(model: Model, cell: Row, options: argparse.Namespace, batch_size: int, limit: int = 0) -> list[Batch]:
+    dev = glue_rows(cell["task"], "dev")
+    limit = min(limit or len(dev), len(dev), 16 if options.smoke else len(dev))
+    return labeled_batches(
+        dev.take(range(limit)), model.tokenizer, samples=None, max_length=MAX_LENGTH, batch_size=batch_size, seed=0,
+        shuffle=False,
+    )  # fmt: skip
+
+
+def settings(cell: Row, options: argparse.Namespace) -> Row:
+    """Return the step of a cell; baselines train as long as both stages of LTP together."""
+    soft, hard = EPOCHS[cell["task"]] if not options.smoke else (1.0, 1.0)
+    step: dict[str, Any] = {
+        "method": cell["row"], "budget": {"macs": cell["budget"]}, "teacher": "source",
+        "losses": [{"loss": "labels"}, {"loss": "logits"}], "batch_size": 32, "optimizer": {"lr": LR},
+        "precision": "bf16" if options.device.startswith("cuda") else "off", "select": "last",
+    }  # fmt: skip
+    if cell["row"] == LTP:
+        more = {"soft_epochs": soft, "epochs": hard, "threshold_lr": THRESHOLD_LR, "trials": 2 if options.smoke else 6}
+    else:
+        more = {"epochs": soft + hard, **({"dense_layers": 1} if cell["row"] == TOPK else {})}
+    return {**step, **more}
+
+
+@torch.inference_mode()
+def latency(cell: Row, model: Model, options: argparse.Namespace) -> Row:
+    """Return milliseconds per text and speedup over all tokens, by batch size and padding; medians of rounds."""
+    networks = [model.network.cpu().float().eval()]
+    if cell["row"] != FLOAT:
+        networks.append(
+            load(str(options.folder / model_name({**cell, "row": FLOAT, "budget": 1.0, "seed": 0}))).network
+        )
+    results: Row = {}
+    for batch_size, texts in TIMED.items():
+        for padded in (False, True):
+            batches = [
+                {name: tensor for name, tensor in batch.items() if name != "labels"}
+                for batch in dev_batches(model, cell, options, batch_size, texts)
+            ]
+            if padded:
+                batches = [pad(batch, MAX_LENGTH) for batch in batches]
+            rounds = [
+                [seconds(network, batches) for network in networks] for _ in range(2 if options.smoke else REPEATS)
+            ]
+            columns = [statistics.median(column) for column in zip(*rounds, strict=True)]
+            count = sum(len(batch["input_ids"]) for batch in batches)
+            name = f"batch {batch_size}, {'padded to 128' if padded else 'own lengths'}"
+            results[name] = {"ms": 1000 * columns[0] / count, "speedup": columns[-1] / columns[0]}
+    return results
+
+
+def pad(batch: Batch, length: int) -> Batch:
+    return {name: F.pad(tensor, (0, length - tensor.shape[1])) for name, tensor in batch.items()}
+
+
+def seconds(network: Any, batches: list[Batch]) -> float:
+    begun = time.perf_counter()
+    for batch in batches:
+        network(**batch)
+    return time.perf_counter() - begun
+
+
+def text(rows: list[Row], options: argparse.Namespace) -> str:
+    order = [FLOAT, *METHOD_NAMES]
+    rows = sorted(rows, key=lambda row: (row["task"], -row["budget"], order.index(row["row"]), row["seed"]))
+    timed = [name for row in rows for name in row.get("latency", {})]
+    columns = list(dict.fromkeys(timed))
+    cells = []
+    for task, budget, method in dict.fromkeys((row["task"], row["budget"], row["row"]) for row in rows):
+        same = [row for row in rows if (row["task"], row["budget"], row["row"]) == (task, budget, method)]
+        macs = statistics.mean(row["dev_macs"] for row in same)
+        cells.append([
+            task, same[0]["metric"], method, f"{budget:g}", f"{macs:.2f}",
+            *mean_and_seeds([100 * row["value"] for row in same]),
+            *(_speed([row["latency"][name] for row in same if name in row.get("latency", {})]) for name in columns),
+        ])  # fmt: skip
+    headings = ["task", "metric", "method", "budget", "MACs on dev", "mean", "by seed", *columns]
+    missing = len(options.tasks) + len(grid(options)) - len(rows)
+    return (
+        f"# Token pruning of MiniLM-L6 on GLUE\n\nUp to {options.rows} training texts, batches of 32, lr {LR:g} "
+        f"(thresholds {THRESHOLD_LR:g}), labels and the float network's logits; top-k keeps all tokens in the first "
+        f"layer. Trained on {options.device}. Times: CPU, one thread, ms per text and speedup over all tokens."
+        + (f" {missing} rows are missing." if missing > 0 else "")
+        + "\n\n" + table(headings, cells)
+    )  # fmt: skip
+
+
+def _speed(timings: list[Row]) -> str:
+    if not timings:
+        return ""
+    means = {name: statistics.mean(timing[name] for timing in timings) for name in ("ms", "speedup")}
+    return f"{means['ms']:.2f} ms, {means['speedup']:.2f}x"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""Base class of token pruning: find the rule that meets the budget, train the network with it, count what is left.
+
+A method supplies the rule. The base class supplies the training of the weights with dropped tokens, the MACs of real
+token counts, and the facts. The network drops tokens from then on, wherever it runs (models/token_pruning.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import tempfile
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from smelt.compression.base import (
+    Batch,
+    CalibrationSize,
+    Method,
+    MethodContext,
+    ResourceEstimate,
+    UndecidedWidth,
+    one_of,
+    within,
+)
+from smelt.compression.budget import Budget
+from smelt.compression.calibration.gradients import gradient_bytes
+from smelt.compression.distillation.losses import Labels, LossTerm
+from smelt.compression.distillation.samples import Samples
+from smelt.compression.distillation.student import NetworkTeacher, Student
+from smelt.compression.distillation.teachers import SOURCE, DenseTeacher
+from smelt.compression.distillation.training_run import (
+    remember_dtypes,
+    restore_dtypes,
+    run_training,
+    share_of_batch,
+)
+from smelt.errors import BudgetError, DataError, ModelError, RecipeError
+from smelt.measure.token_cost import count_tokens, text_lengths, token_macs
+from smelt.models.anatomy import Anatomy
+from smelt.models.model import Model
+from smelt.models.quantized import quantized_layers
+from smelt.models.token_pruning import TokenPruningEncoder, check_token_pruning, install_token_pruning
+from smelt.models.token_rules import ThresholdRule, TokenRule
+from smelt.train.trainer.config import (
+    CheckpointConfig,
+    EvaluateConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+from smelt.train.trainer.tasks import TrainingTask
+
+VALIDATION = 0.05  # fraction of the samples, the last ones
+COUNTED_SEQUENCES = 512  # of the training data, on which MACs are counted
+
+
+@dataclass(frozen=True)
+class TokenPruning(Method):
+    """Let sequences get shorter from layer to layer, and train the weights with the tokens that are left."""
+
+    budget: Budget = field(metadata={"example": "budget: {macs: 0.5}"})
+    losses: tuple[LossTerm, ...] = (Labels(),)  # terms that are added up
+    teacher: str | None = None  # source: the model before this step, for losses such as logits; null: none
+    epochs: float = 5.0  # with tokens dropped, over the samples of the recipe's data; 0: no training
+    batch_size: int = 64  # samples per step
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-5))
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    precision: str = "off"  # or bf16: of forward and backward
+    max_grad_norm: float | None = 1.0  # gradients of a larger norm are scaled down to it; null: never
+    checkpoint_every: int = 500  # steps; each checkpoint is evaluated on samples that are held out
+    select: str = "best"  # checkpoint, by the accuracy or loss on those samples; or last
+
+    needs: ClassVar[tuple[str, ...]] = ("calibration data", "labels")
+    trains: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.budget.measure != "macs":
+            raise RecipeError(f"{self.name} removes tokens and no weights; give a budget of macs, such as macs=0.5.")
+        if self.budget.keep == 1:
+            raise RecipeError(f"{self.name} would drop nothing with macs=1; give a fraction below 1.")
+        within(self.name, "epochs", self.epochs, 0, 1e6)
+        within(self.name, "batch_size", self.batch_size, 1, 1_000_000)
+        within(self.name, "checkpoint_every", self.checkpoint_every, 1, 1_000_000_000)
+        one_of(self.name, "precision", self.precision, ("off", "bf16"))
+        one_of(self.name, "select", self.select, ("best", "last"))
+        if not self.losses:
+            raise RecipeError(f"{self.name} needs at least one term of the loss, such as `losses: [{{loss: labels}}]`.")
+        if self.teacher not in (None, SOURCE):
+            raise RecipeError(f"the teacher of {self.name} is the model before this step; give `teacher: source`.")
+        if any(term.intermediates for term in self.losses):
+            raise RecipeError(f"{self.name} drops tokens, so their hidden states cannot be compared; use logits.")
+        needy = next((term.name for term in self.losses if term.needs_teacher), None)
+        if needy is not None and self.teacher is None:
+            raise RecipeError(f"{self.name}: the loss {needy} needs a teacher; give `teacher: source`.")
+
+    @abstractmethod
+    def find_rule(self, run: TokenPruningRun) -> tuple[TokenRule, dict[str, Any]]:
+        """Return the rule that meets the budget, and facts about it; weights may be trained on the way."""
+
+    @abstractmethod
+    def least_counts(self, lengths: Tensor, layers: int) -> Tensor:
+        """Return the fewest tokens that the method can keep, [sequences, layers + 1]."""
+
+    def adjust_rule(self, run: TokenPruningRun, rule: TokenRule) -> TokenRule:
+        """Return a rule that meets the budget with the trained weights."""
+        return rule
+
+    def check(self, anatomy: Anatomy) -> None:
+        check_token_pruning(anatomy)
+        if quantized_layers(anatomy.network):
+            raise ModelError(f"this model is quantized already; apply {self.name} to its source, then quantize.")
+        if Model(anatomy.network).task != "classification":
+            raise ModelError(f"{self.name} trains with the labels of a classifier; {_head(anatomy)} is none.")
+
+    def reshape(self, anatomy: Anatomy, undecided: Mapping[str, UndecidedWidth]) -> Mapping[str, UndecidedWidth]:
+        install_token_pruning(anatomy, ThresholdRule((0.0,) * len(anatomy.blocks)))
+        return undecided
+
+    @property
+    def keeps_plain_shape(self) -> bool:
+        return False
+
+    @property
+    def training_epochs(self) -> float:
+        """The epochs of all training, for the plan."""
+        return self.epochs
+
+    def targets(self) -> dict[str, float]:
+        return self.budget.to_json()
+
+    def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
+        trained = 4 * sum(parameter.numel() for parameter in anatomy.network.parameters())
+        states = 2 if self.optimizer.name == "adamw" else 1
+        copies = 2 + states + (self.teacher is not None)
+        memory = trained * copies + gradient_bytes(anatomy, self.batch_size, size.seq_len)
+        return ResourceEstimate(passes=self.training_epochs * (4 if self.teacher else 3), memory=memory)
+
+    def to_json(self) -> dict[str, Any]:
+        optimizer, schedule = dataclasses.asdict(self.optimizer), dataclasses.asdict(self.schedule)
+        losses = [term.to_json() for term in self.losses]
+        return {**super().to_json(), "losses": losses, "optimizer": optimizer, "schedule": schedule}
+
+    def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:
+        self.check(model.anatomy)
+        if not context.batches or any("labels" not in batch for batch in context.batches):
+            raise DataError(f"{self.name} trains on labels, and the data has none; name labeled data.")
+        dtypes = remember_dtypes(model.network)
+        run = TokenPruningRun(self, model, context)
+        run.check_reachable()
+        rule, facts = self.find_rule(run)
+        run.encoder.rule = rule
+        if self.epochs:
+            facts |= run.train("training", self.epochs, self.select)
+            run.encoder.rule = self.adjust_rule(run, rule)
+        model.network.eval()
+        restore_dtypes(model.network, dtypes)
+        return {**facts, "rule": run.encoder.rule.to_json(), **run.describe_tokens()}
+
+
+class TokenPruningRun:
+    """What a step works with: the network that drops tokens, its samples, and the MACs that the budget allows."""
+
+    def __init__(self, method: TokenPruning, model: Model, context: MethodContext) -> None:
+        self.method, self.model, self.context = method, model, context
+        self.device = context.device or model.device
+        self.folder = context.checkpoint.folder or context.folder or Path(tempfile.mkdtemp())
+        self.layers = len(model.anatomy.blocks)
+        self.teacher = None if method.teacher is None else DenseTeacher(copy.deepcopy(model.network).to(self.device))
+        model.network.float().to(self.device)
+        self.encoder = install_token_pruning(model.anatomy, ThresholdRule((0.0,) * self.layers))
+        samples = Samples.from_batches(context.batches, self.device, augment=False, seed=context.seed)
+        self.samples, self.validation = samples.split(VALIDATION)
+        self._counted = _first_sequences(context.batches, COUNTED_SEQUENCES)
+        self.lengths = text_lengths(self._counted)
+        self.mean_length = float(self.lengths.double().mean())
+        self.dense_macs = self.macs(self.lengths[:, None].expand(-1, self.layers + 1))
+        self.allowed_macs = method.budget.keep * self.dense_macs
+
+    def macs(self, counts: Tensor | None = None) -> float:
+        """Return the MACs of the blocks for given token counts, by default those of the network on training data."""
+        return token_macs(self.model.anatomy, self.count() if counts is None else counts)
+
+    def count(self) -> Tensor:
+        """Return the tokens into each layer and left, on training data: [sequences, layers + 1]."""
+        return count_tokens(self.model, self._counted)
+
+    def check_reachable(self) -> None:
+        """Raise if even the shortest sequences exceed the budget."""
+        method, least = self.method, self.macs(self.method.least_counts(self.lengths, self.layers)) / self.dense_macs
+        if least > method.budget.keep:
+            raise BudgetError(
+                f"no setting of {method.name} reaches macs={method.budget.keep:g} on this data: "
+                f"{math.ceil(1000 * least) / 10:g} % of the MACs remain if all layers keep as few tokens as they can; "
+                f"allow at least macs={math.ceil(100 * least) / 100:g}."
+            )
+
+    def train(self, name: str, epochs: float, select: str, regularization: float = 0.0) -> dict[str, Any]:
+        """Train the weights, and the thresholds if they are soft; return facts about the training."""
+        student = TokenPruningStudent(self.model.network, self.method.losses, self.teacher, self.encoder)
+        student.regularization = regularization
+        is_classifier = self.model.network.config.num_labels > 1
+        task = TrainingTask(student, self.samples, self.validation, is_classifier, saves_model=False)
+        facts = run_training(
+            task, lambda: self._config(epochs), self.folder / name, self.device,
+            name=f"{self.method.name}: {name}", select=select, progress=self.context.progress,
+        )  # fmt: skip
+        self.model.network.eval()
+        return facts
+
+    def describe_tokens(self) -> dict[str, Any]:
+        """Return the MACs per sequence and the mean tokens of each layer, on training data."""
+        counts = self.count()
+        macs, sequences = self.macs(counts), len(counts)
+        return {
+            "tokens_per_layer": [round(float(tokens), 2) for tokens in counts.double().mean(0)],
+            "text_macs_before": self.dense_macs / sequences,
+            "text_macs_after": macs / sequences,
+            "macs_kept": macs / self.dense_macs,
+        }
+
+    def _config(self, epochs: float) -> TrainConfig:
+        method = self.method
+        return TrainConfig(
+            model=self.model.source or "model", batch_size=share_of_batch(method.name, method.batch_size),
+            steps=max(math.ceil(epochs * len(self.samples) / method.batch_size), 1), seed=self.context.seed,
+            precision=method.precision, max_grad_norm=method.max_grad_norm, optimizer=method.optimizer,
+            schedule=method.schedule, gradients="none", device=self.device.type,
+            evaluate=EvaluateConfig(every=method.checkpoint_every, samples=1_000_000),
+            checkpoint=CheckpointConfig(every=method.checkpoint_every),
+        )  # fmt: skip
+
+
+class TokenPruningStudent(Student):
+    """A network that trains with dropped tokens, or with soft thresholds and a penalty on the tokens they keep."""
+
+    regularization: float = 0.0
+
+    def __init__(
+        self, network: Any, losses: tuple[LossTerm, ...], teacher: NetworkTeacher | None, encoder: TokenPruningEncoder
+    ) -> None:
+        super().__init__(network, losses, teacher)
+        self._encoder = (encoder,)  # in a tuple: it is a part of the network already
+
+    def penalty(self) -> Tensor | float:
+        """Return lambda times the sum over layers of the mean gate."""
+        soft = self._encoder[0].soft
+        return 0.0 if soft is None else self.regularization * torch.stack(soft.mean_gates).sum()
+
+
+def _first_sequences(batches: Sequence[Batch], limit: int) -> list[Batch]:
+    """Return the first batches, up to about `limit` sequences."""
+    kept: list[Batch] = []
+    for batch in batches:
+        if sum(len(each["input_ids"]) for each in kept) >= limit:
+            break
+        kept.append(batch)
+    return kept
+
+
+def _head(anatomy: Anatomy) -> str:
+    return type(anatomy.network).__name__
