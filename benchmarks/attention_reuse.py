@@ -202,7 +202,7 @@ def text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
     parts = [
         "# Sharing attention maps in a small decoder\n",
         f"Llama-like, 6 layers of 128 channels and 4 heads, {options.steps} steps on bytes of tiny Shakespeare. "
-        f"Loss in nats per held-out byte, mean of {len(seeds)} seeds; changes are by seed, relative to the dense "
+        f"Loss in nats per held-out byte, {len(seeds)} seed(s), mean; changes are by seed, relative to the dense "
         "network (fine-tuned rows: to the dense network after the same fine-tuning).\n",
     ]
     lines = []

@@ -41,6 +41,7 @@ RECIPES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     **{
         name: ("pruning", [{"method": name, **PRUNE}]) for name in ("magnitude", "random", "taylor", "wanda-sp", "flap")
     },
+    "attention-reuse": ("attention maps", [{"method": "attention-reuse", "separate": 0}]),
     "fisher, full repair": ("pruning", [{"method": "fisher", **PRUNE, "repair": "full"}]),
     "fisher, tuned": ("pruning", [{"method": "fisher", **PRUNE, "repair": "tune"}]),
     **{name: ("quantization", [{"method": name, **GROUP}]) for name in ("rtn", "gptq", "hqq")},

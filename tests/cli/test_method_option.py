@@ -61,3 +61,17 @@ def test_invalid_combinations(place: Place, smelt_here: Smelt, tmp_path: Path) -
     compress(smelt_here, place, out, "--method", "rtn", "--set", "bits").refused("name=value")
     compress(smelt_here, place, out, "--method", "rtn", "--set", "color=red").refused("no parameter 'color'")
     assert not out.exists()
+
+
+def test_attention_maps_are_shared(place: Place, smelt_here: Smelt, quick: None, tmp_path: Path) -> None:
+    """Planned, compressed, inspected and verified by commands."""
+    method = ["--method", "attention-reuse", "--set", "layers=0.34"]
+    data = ["--data", place / "text.txt", "--samples", "6", "--length", "24"]
+    assert smelt_here("plan", place / "llama", *method, *data).code == 0
+    out = str(tmp_path / "out")
+    done = smelt_here("compress", place / "llama", "-o", out, *method, *data, "--no-speed")
+    assert done.code == 0, done.err
+    record = json.loads((tmp_path / "out" / "measurements.json").read_text())
+    assert record["steps"][0]["facts"]["maps_of"] == {"2": 1} and "parameters" in done.out
+    assert smelt_here("verify", out).code == 0 and smelt_here("inspect", out).code == 0
+    smelt_here("export", out, "--to", "gguf", "-o", str(tmp_path / "gguf")).refused("different widths")

@@ -105,7 +105,7 @@ def test_the_divergence_by_hand_and_without_padding() -> None:
         maps = network(**batch, output_attentions=True).attentions
     mask = batch["attention_mask"].bool()
     wanted = [float(jensen_shannon(a, b).mean(1)[mask].mean()) for a, b in pairwise(maps)]
-    np.testing.assert_allclose(map_divergences(anatomy_of(network), [batch]), [0.0, *wanted], rtol=1e-5)
+    np.testing.assert_allclose(map_divergences(anatomy_of(network), [batch, batch]), [0.0, *wanted], rtol=1e-5)
 
 
 def test_the_most_similar_neighbors_are_merged_first() -> None:
