@@ -118,7 +118,6 @@ def text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
         "all parameters, M",
         "perplexity",
         "prompt of 128",
-        "ms per token",
     ]
     return (
         f"# Depth and width baselines: SmolLM2-135M, WikiText-2\n\nNothing is trained or repaired. {options.samples} "

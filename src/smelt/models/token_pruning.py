@@ -98,8 +98,10 @@ class TokenPruningEncoder(nn.Module):
                     padded, first = layout.pad(total), layout.pad(protected)
                     present_here = torch.ones_like(first) if layout.present is None else layout.present
                     keep = layout.unpad(self.rule.keep(padded, present_here, first, lengths, layer))
-                    output[rows[~keep]] = x[~keep]
-                    rows, x, protected, total = rows[keep], x[keep], protected[keep], total[keep]
+                    kept, gone = keep.nonzero()[:, 0], (~keep).nonzero()[:, 0]
+                    if len(gone):
+                        output[rows[gone]] = x[gone]
+                        rows, x, protected, total = rows[kept], x[kept], protected[kept], total[kept]
             counts.append(torch.bincount(rows // tokens, minlength=batch).cpu() if drops else counts[-1])
             x = self._feed_forward(paths, x)
         output[rows] = x
