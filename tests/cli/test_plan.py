@@ -12,10 +12,13 @@ import torch
 import transformers
 
 from smelt.compression.base import METHODS
+from smelt.compression.pruning.expert_pruning import ExpertPruning
+from smelt.compression.token_pruning.base import TokenPruning
 from smelt.measure.cost import count_bytes
 from smelt.models.load import load
 from tests.character_tokenizer import character_tokenizer
-from tests.cli.conftest import Forked, Place, Smelt, llama_recipe
+from tests.cli.conftest import Forked, Place, Smelt, bert_recipe, llama_recipe
+from tests.mixtures import saved
 
 SIZES = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 768}
 
@@ -58,8 +61,14 @@ NOT_ALONE = ("rilq", "rotate", "kv-cache", "slice", "sqil", "integer-qat")
 def test_every_method_can_be_planned(name: str, place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
     parameters = {field.name for field in dataclasses.fields(METHODS[name])}
     removes, trains = "budget" in parameters, "epochs" in parameters and "weights" in parameters
-    content = llama_recipe(place, method=name)
-    if trains:
+    model, content = place / "llama", llama_recipe(place, method=name)
+    if issubclass(METHODS[name], TokenPruning):
+        model, content = place / "bert", bert_recipe(place, method=name, budget={"macs": 0.6})
+    elif issubclass(METHODS[name], ExpertPruning):
+        model = str(tmp_path / "mixture")
+        saved("qwen3-moe", Path(model))
+        character_tokenizer().save_pretrained(model)
+    elif trains:
         quantizer = {"quantizer": "minmax", "weight_format": "int4/row"}
         if name == "matquant":
             quantizer = {"quantizer": "nested", "weight_format": "int8/row"}
@@ -67,11 +76,14 @@ def test_every_method_can_be_planned(name: str, place: Place, smelt_here: Smelt,
     elif not removes:
         content["steps"] = [{"method": name, **({"group_size": -1} if "group_size" in parameters else {})}]
     recipe = place.recipe(f"{name}.yaml", content)
-    done = smelt_here("plan", place / "llama", "-r", recipe, "--json", str(tmp_path / "r.json"))
-    assert done.code == 0
+    done = smelt_here("plan", model, "-r", recipe, "--json", str(tmp_path / "r.json"))
+    assert done.code == 0, done
     (step,) = json.loads((tmp_path / "r.json").read_text())["steps"]
     assert step["method"] == name
-    assert step["budget"] == {"parameters": 0.8} if removes else step["budget"].keys() == {"bits"}
+    if removes:
+        assert step["budget"] == content["steps"][0]["budget"]
+    else:
+        assert step["budget"].keys() == (set() if name == "attention-reuse" else {"bits"})
 
 
 @pytest.mark.usefixtures("quick")

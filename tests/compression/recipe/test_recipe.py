@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import warnings
 from pathlib import Path
@@ -10,7 +11,6 @@ import pytest
 
 from smelt.compression.budget import Budget
 from smelt.compression.methods import METHODS
-from smelt.compression.pruning.base import StructuredPruning
 from smelt.compression.pruning.fisher import Fisher
 from smelt.compression.recipe.recipe import (
     CalibrationSettings,
@@ -20,6 +20,7 @@ from smelt.compression.recipe.recipe import (
     parse_bytes,
     recipe_schema,
 )
+from smelt.compression.token_pruning.base import TokenPruning
 from smelt.errors import RecipeError
 
 WRITTEN = """
@@ -58,8 +59,9 @@ def test_a_recipe_round_trips_through_yaml(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_with_its_defaults_round_trips(name: str) -> None:
-    removes = issubclass(METHODS[name], StructuredPruning)
-    recipe = Recipe.parse({"steps": [{"method": name, **({"budget": {"parameters": 0.5}} if removes else {})}]})
+    has_budget = "budget" in {field.name for field in dataclasses.fields(METHODS[name])}
+    budget = {"macs": 0.5} if issubclass(METHODS[name], TokenPruning) else {"parameters": 0.5}
+    recipe = Recipe.parse({"steps": [{"method": name, **({"budget": budget} if has_budget else {})}]})
     assert Recipe.parse(recipe.to_json()) == recipe
 
 
