@@ -64,6 +64,19 @@ def test_training_ends_as_an_integer_network() -> None:
     assert not torch.equal(model.network(**padded_batch()).logits, untrained.network(**padded_batch()).logits)
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"teacher": "source", "losses": [{"loss": "logits"}]}], ids=["labels", "teacher"]
+)
+def test_a_teacher_is_imitated_without_dropout(settings: dict[str, object]) -> None:
+    network = BUILDS["bert"]()
+    batches = [{**padded_batch(seed=seed), "labels": torch.tensor([0, 1] * 3)} for seed in range(4)]
+    step = METHODS.build({"method": "integer-qat", "batch_size": 4, "epochs": 0.5, **settings})
+    facts = step.apply(Model(network), MethodContext(batches=batches))
+    rates = {module.p for module in network.modules() if isinstance(module, nn.Dropout)}
+    assert rates == ({0.0} if settings else {0.1})
+    assert not settings or facts["final_loss"] < 1e-3, "rounding alone separates it from its teacher"
+
+
 def test_the_change_of_bytes_is_three_of_four_per_weight() -> None:
     anatomy = Model(BUILDS["bert"]()).anatomy
     weights = [module.weight.numel() for module in anatomy.network.bert.encoder.modules() if type(module) is nn.Linear]

@@ -34,6 +34,7 @@ class IntegerQat(DistilledTraining):
 
     Weights and the int8 activations are rounded as in the integer graph, with gradients straight through; ranges are
     frozen before training. Nonlinear functions train in float: their integer forms differ far less than int8 rounds.
+    With a teacher there is no dropout: its noise is many times what the rounding changes, and training would fit it.
     """
 
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5, beta2=0.98, epsilon=1e-6))
@@ -70,6 +71,10 @@ class IntegerQat(DistilledTraining):
     def prepare_layers(self, model: Model, context: MethodContext) -> tuple[Sequence[nn.Module], dict[str, Any]]:
         """Round weights, inputs and outputs of the linear layers at the scales of a graph converted before training."""
         network = model.network.float().eval()
+        if self.needs_teacher:
+            for module in network.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.0
         network.smelt_ranges = _ranges(model, context)  # frozen, and used again after training
         return _round_layers(network, convert_encoder(network, network.smelt_ranges)), {}
 
