@@ -136,6 +136,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--grid", action="store_true", help="add rows with other settings")
     parser.add_argument("--rows", nargs="+", help="by name; default: all without the grid")
     parser.add_argument("--group", type=int, default=64, help="weights that share a scale")
+    parser.add_argument("--compile", action="store_true", help="train the quantized rows by torch.compile")
     parser.add_argument("--smoke", action="store_true", help="a tiny model for a minute; nothing is written")
     parser.add_argument(
         "--folder", type=Path, help="for the teacher and finished rows; kept if given, and then a cut-off run goes on"
@@ -152,10 +153,15 @@ def parse() -> argparse.Namespace:
 
 def run_process(name: str, options: argparse.Namespace) -> Row:
     """Run a row in a process of its own."""
-    plain = {key: value for key, value in vars(options).items() if key not in ("cell", "rows", "grid", "smoke", "jobs")}
+    plain = {
+        key: value
+        for key, value in vars(options).items()
+        if key not in ("cell", "rows", "grid", "smoke", "jobs", "compile")
+    }
     flags = [part for key, value in plain.items() if value is not None
              for part in (f"--{key.replace('_', '-')}", str(value))]  # fmt: skip
-    row = run_cell(__file__, name, [*flags, *(["--smoke"] if options.smoke else [])], options.folder)
+    flags += ["--smoke"] * options.smoke + ["--compile"] * options.compile
+    row = run_cell(__file__, name, flags, options.folder)
     if "failed" in row and name in (TEACHER, BASELINE):
         raise SystemExit(f"{name} failed:\n{row['failed']}")
     return {"row": name, **row}
@@ -185,8 +191,8 @@ def run_row(name: str, options: argparse.Namespace) -> Row:
         assert model.tokenizer is not None
         model.tokenizer.save_pretrained(options.folder / "teacher")
     kept = ("steps", "selected_step", "final_loss", "loss_curve", "conversion_error", "bits_per_weight")
-    return {"row": name, "seed": options.seed, "seconds": seconds, **{k: facts[k] for k in kept if k in facts},
-            **measure(model, options)}  # fmt: skip
+    return {"row": name, "seed": options.seed, "seconds": seconds, "compiled": options.compile,
+            **{k: facts[k] for k in kept if k in facts}, **measure(model, options)}  # fmt: skip
 
 
 def train_batches(model: Model, options: argparse.Namespace) -> list[Batch]:
@@ -213,7 +219,7 @@ def settings(step: Row, options: argparse.Namespace) -> Row:
     steps = math.ceil(options.epochs * 0.95 * options.samples / BATCH_SIZE)
     training = {"epochs": options.epochs, "batch_size": BATCH_SIZE, "precision": precision(options), "select": "last",
                 "checkpoint_every": 1_000_000, "schedule": {"warmup_steps": round(WARMUP * steps)},
-                "optimizer": {"lr": LR}}  # fmt: skip
+                "optimizer": {"lr": LR}, "compile": options.compile}  # fmt: skip
     return {**training, **step}
 
 

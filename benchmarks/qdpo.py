@@ -26,6 +26,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from torch import Tensor
 from smelt.compression.base import Batch, MethodContext
 from smelt.compression.checkpoint import Checkpoint
 from smelt.compression.distillation.losses import IGNORED
-from smelt.compression.distillation.qdpo import Qdpo, answer_log_probs, common_prefix
+from smelt.compression.distillation.qdpo import Qdpo, common_prefix
 from smelt.compression.methods import METHODS
 from smelt.compression.recipe.inputs import calibration_batches
 from smelt.compression.recipe.recipe import CalibrationSettings
@@ -92,6 +93,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=4, help="rows that are trained at the same time")
+    parser.add_argument("--compile", action="store_true", help="train by torch.compile")
     parser.add_argument("--smoke", action="store_true", help="a tiny model; nothing is written")
     parser.add_argument(
         "--folder", type=Path, help="for pairs and finished rows; kept if given, and then a cut-off run goes on"
@@ -111,7 +113,7 @@ def run_process(cell: Row, options: argparse.Namespace) -> Row:
     """Run a row in a process of its own."""
     keys = ("device", "model", "format", "prompts", "held_out", "prompt_tokens", "answer_tokens", "folder")
     flags = [part for key in keys for part in (f"--{key.replace('_', '-')}", str(getattr(options, key)))]
-    flags += ["--smoke"] * options.smoke
+    flags += ["--smoke"] * options.smoke + ["--compile"] * options.compile
     row = run_cell(__file__, json.dumps(cell), flags, options.folder)
     if "failed" in row:
         raise SystemExit(f"{cell} failed:\n{row['failed']}")
@@ -165,7 +167,7 @@ def step(row: str, lr: float, options: argparse.Namespace) -> Row:
     weights = {"quantizer": "minmax", "weight_format": options.format}
     precision = "bf16" if options.device == "cuda" else "off"
     training = {"weights": weights, "batch_size": 8, "epochs": 1.0, "optimizer": {"lr": lr}, "precision": precision,
-                "select": "last", "checkpoint_every": 1_000_000}  # fmt: skip
+                "select": "last", "checkpoint_every": 1_000_000, "compile": options.compile}  # fmt: skip
     if row in ("SFT", "KD"):
         loss = {"losses": [{"loss": "logits"}], "teacher": "source"} if row == "KD" else {}
         return {"method": "qat", **training, **loss, "schedule": {"warmup_steps": round(0.1 * options.prompts / 8)}}
@@ -209,43 +211,53 @@ def chosen_answers(pairs: Batch) -> Batch:
 def measure(
     model: Model, dense: Any, batches: list[Batch], folder: Path, untrained: bool, options: argparse.Namespace
 ) -> Row:
+    """Compare with the 16-bit model's answers, which are generated with the untrained row of a seed and kept."""
     prompts = [row[mask.bool()].tolist() for batch in batches
                for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]  # fmt: skip
+    kept = folder / "untrained.json"
     with dequantized_weights(model.network, torch.float32):
-        reference = generate(dense, prompts, options.answer_tokens, batch_size=256)
+        reference = generate(dense, prompts, options.answer_tokens, batch_size=256) if untrained else []
+        reference = reference or json.loads(kept.read_text())["reference"]
         answers = generate(model.network, prompts, options.answer_tokens, batch_size=256)
-        flips = [flip for prompt, answer in zip(prompts, reference, strict=True)
-                 for flip in flipped(model.network, dense, prompt, answer)]  # fmt: skip
+        ours, theirs = (most_likely_tokens(each, prompts, reference) for each in (model.network, dense))
+    flips = [float(own != other) for pair in zip(ours, theirs, strict=True) for own, other in zip(*pair, strict=True)]
     prefixes = [common_prefix(one, other) for one, other in zip(answers, reference, strict=True)]
-    scores = [mean_log_prob(dense, *pair) for pair in zip(prompts, answers, strict=True)]
-    file = folder / "untrained-scores.json"
+    scores = mean_log_probs(dense, prompts, answers)
     if untrained:
-        file.write_text(json.dumps(scores))
-    base = json.loads(file.read_text())
+        kept.write_text(json.dumps({"reference": reference, "scores": scores}))
+    base = json.loads(kept.read_text())["scores"]
     preferred = [0.5 if new == old else float(new > old) for new, old in zip(scores, base, strict=True)]
     return {
         "flip_rate": statistics.mean(flips),
         "first_flip": statistics.mean(prefixes),
         "same_answers": statistics.mean(float(one == other) for one, other in zip(answers, reference, strict=True)),
         "log_prob": statistics.mean(scores),
-        "reference_log_prob": statistics.mean(mean_log_prob(dense, *p) for p in zip(prompts, reference, strict=True)),
+        "reference_log_prob": statistics.mean(mean_log_probs(dense, prompts, reference)),
         "preferred": statistics.mean(preferred),
     }
 
 
-def flipped(network: Any, dense: Any, prompt: list[int], answer: list[int]) -> list[float]:
-    """Return for each token of an answer whether the two networks rank another token first."""
-    ids = torch.tensor([prompt + answer], device=dense.device)
-    ours, theirs = (each(ids).logits[0, len(prompt) - 1 : -1].argmax(-1) for each in (network, dense))
-    return (ours != theirs).float().tolist()
+def logits_of_answers(network: Any, prompts: list[list[int]], answers: list[list[int]]) -> Iterator[Tensor]:
+    """Yield for each answer the logits of its tokens, [tokens, vocabulary]; later padding changes none of them."""
+    for start in range(0, len(prompts), 32):
+        part = list(zip(prompts[start : start + 32], answers[start : start + 32], strict=True))
+        (batch,) = padded([torch.tensor(prompt + answer) for prompt, answer in part])
+        logits = network(**{name: tensor.to(network.device) for name, tensor in batch.items()}, use_cache=False).logits
+        for row, (prompt, answer) in zip(logits, part, strict=True):
+            yield row[len(prompt) - 1 : len(prompt) + len(answer) - 1]
 
 
-def mean_log_prob(dense: Any, prompt: list[int], answer: list[int]) -> float:
-    """Return the 16-bit model's log-probability of an answer per token."""
-    ids = torch.tensor([prompt + answer], device=dense.device)
-    labels = ids.clone()
-    labels[:, : len(prompt)] = IGNORED
-    return float(answer_log_probs(dense(ids).logits, labels)) / len(answer)
+def most_likely_tokens(network: Any, prompts: list[list[int]], answers: list[list[int]]) -> list[list[int]]:
+    return [logits.argmax(-1).tolist() for logits in logits_of_answers(network, prompts, answers)]
+
+
+def mean_log_probs(dense: Any, prompts: list[list[int]], answers: list[list[int]]) -> list[float]:
+    """Return the 16-bit model's log-probability of each answer per token."""
+    means = []
+    for logits, answer in zip(logits_of_answers(dense, prompts, answers), answers, strict=True):
+        log_probs = logits.float().log_softmax(-1)
+        means.append(float(log_probs.gather(-1, torch.tensor(answer, device=logits.device)[:, None]).mean()))
+    return means
 
 
 def describe(rows: list[Row], options: argparse.Namespace) -> str:

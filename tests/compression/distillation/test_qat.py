@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from smelt.compression.base import METHODS, Batch, Method, MethodContext
@@ -217,14 +218,23 @@ def test_the_loss_of_a_student_is_one_graph(name: str) -> None:
 
 
 @pytest.mark.slow  # compiles C++
-def test_a_compiled_run_learns_the_same(tmp_path: Path) -> None:
-    facts = []
+@pytest.mark.parametrize(("name", "num_graphs"), [("resnet", 1), ("llama", 2)])
+def test_a_compiled_run_learns_the_same(name: str, num_graphs: int, tmp_path: Path) -> None:
+    """The blocks of a transformer share a graph, and so do those of its teacher."""
+    facts: list[dict[str, Any]] = []
+    settings = {**W2A2, "method": "qat"} if name == "resnet" else {"method": "tsld"}
     for compiled in (False, True):
         torch.manual_seed(0)
-        method = METHODS.build("qat", **W2A2, **{**FAST, "epochs": 1}, compile=compiled)
-        facts.append(train(method, BUILDS["resnet"](), images(), tmp_path)[1])
+        counters.clear()
+        method = METHODS.build({**settings, **FAST, "epochs": 1, "compile": compiled, "select": "last"})
+        batches = images() if name == "resnet" else text()
+        model, each = train(method, BUILDS[name](), batches, tmp_path)
+        facts.append(each)
+        assert all(module._compiled_call_impl is None for module in model.network.modules())
+    trained = counters["stats"]["unique_graphs"]
     curves = [[loss for _, loss in each["loss_curve"]] for each in facts]
     assert curves[1] == pytest.approx(curves[0], rel=0.05) and facts[1]["conversion_error"] < 1e-5
+    assert num_graphs <= trained <= 2 * num_graphs, "in training and in evaluation"
 
 
 def test_speqs_teacher() -> None:

@@ -96,7 +96,7 @@ class QuantizationAwareTraining(Method):
     gradients: str = "none"  # or a compressor of what several workers exchange: exdyna:density=0.001
     precision: str = "off"  # or bf16: of forward and backward
     gradient_checkpointing: bool = False  # keep fewer activations, and compute blocks twice
-    compile: bool = False  # forward and backward by torch.compile: takes minutes first, then fuses the rounding
+    compile: bool = False  # forward and backward by torch.compile, by block: compiles first, then fuses the rounding
     cuda_graphs: bool = True  # on one GPU: replay forward and backward as CUDA graphs; false: kernel by kernel
     max_grad_norm: float | None = 1.0  # gradients of a larger norm are scaled down to it; null: never
     augment: bool = False  # crop and flip images randomly
@@ -215,6 +215,8 @@ class QuantizationAwareTraining(Method):
         device = context.device or next(model.network.parameters()).device
         folder = context.checkpoint.folder or context.folder or Path(tempfile.mkdtemp())
         teacher = self.make_teacher(model)
+        if teacher is not None and self.compile:
+            teacher.compile()
         bytes_before, dtypes = count_bytes(model.network), remember_dtypes(model.network)
         model.network.to(device)
         samples, facts = self.make_samples(model, context, device)

@@ -39,6 +39,10 @@ class CachedTeacher(NetworkTeacher):
         self.top_k, self._classes = top_k, 0
         self._shards: list[Path] = []
 
+    def compile(self) -> None:
+        if self._teacher is not None:
+            self._teacher.compile()
+
     @torch.no_grad()
     def begin(self, student: Student, samples: Samples, folder: Path, batch_size: int, progress: Progress) -> None:
         """Compute what the folder does not hold yet; several ranks share the work."""

@@ -13,6 +13,7 @@ Scores and maps exist in eager attention only, so an observed network computes i
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -134,6 +135,8 @@ class ObservedNetwork:
 
     def __init__(self, network: Any, paths: Sequence[BlockPaths] = (), names: Collection[str] = ()) -> None:
         self.network, self._names = network, set(names)
+        takes_cache = "use_cache" in inspect.signature(network.forward).parameters
+        self._options = {"use_cache": False} if takes_cache else {}  # training reads no keys and values again
         self._recorded: dict[str, dict[int, Tensor]] | None = None  # by name and position; None: nothing is collected
         self._intervention: str | None = None
         self._taught: Intermediates = {}
@@ -151,7 +154,7 @@ class ObservedNetwork:
         self._intervention, self._taught = intervention, {} if intervention is None else taught.intermediates
         self._recorded = {name: {} for name in self._names}
         try:
-            outputs = self.network(**batch)
+            outputs = self.network(**batch, **self._options)
             intermediates = {
                 name: [tensors[index] for index in sorted(tensors)] for name, tensors in self._recorded.items()
             }

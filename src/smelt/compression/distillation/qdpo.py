@@ -162,7 +162,7 @@ class PreferenceStudent(Student):
         return {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask")}
 
     def forward(self, **batch: Tensor) -> Any:
-        logits = self.network(**self.inputs(batch)).logits
+        logits = self.observed(self.inputs(batch)).logits
         log_probs = answer_log_probs(logits, batch["labels"].flatten(0, 1)).unflatten(0, (-1, 2))
         return SimpleNamespace(
             loss=preference_loss(log_probs, batch["reference"], self.beta) + self.penalty(), logits=logits
@@ -180,10 +180,11 @@ def answer_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
 
     In float32: the tokens of an answer are added up, and their errors with them.
     """
+    labels = labels[:, 1:]
     losses = F.cross_entropy(
-        logits[:, :-1].float().transpose(1, 2), labels[:, 1:], reduction="none", ignore_index=IGNORED
+        logits[:, :-1].float().flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED
     )
-    return -losses.sum(-1)
+    return -losses.view_as(labels).sum(-1)
 
 
 def preference_pairs(prompts: Sequence[list[int]], chosen: Sequence[list[int]], rejected: Sequence[list[int]]) -> Batch:

@@ -26,6 +26,10 @@ class NetworkTeacher:
         """Prepare for the training samples; what is worth keeping goes into the folder."""
         return
 
+    def compile(self) -> None:
+        """Let torch.compile run what it is worth for; the student is compiled with what it calls in any case."""
+        return
+
     def outputs(self, student: Student, batch: Batch) -> Any:
         raise NotImplementedError
 

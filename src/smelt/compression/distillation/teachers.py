@@ -23,6 +23,7 @@ from smelt.errors import ModelError, RecipeError
 from smelt.models.anatomy import Anatomy, anatomy_of
 from smelt.models.load import load, load_config
 from smelt.models.model import Model
+from smelt.train.trainer.regional_compilation import compile_network, repeated_blocks
 
 SOURCE = "source"
 
@@ -35,6 +36,10 @@ class DenseTeacher(NetworkTeacher):
             check_observable(anatomy_of(network), intermediates)
         self.network = network.eval().requires_grad_(False)
         self._observed = ObservedNetwork(network, block_paths(anatomy_of(network)), intermediates)
+
+    def compile(self) -> None:
+        if repeated_blocks(self.network):
+            compile_network(self.network)
 
     def outputs(self, student: Student, batch: Batch) -> NetworkOutputs:
         inputs = student.inputs(batch)

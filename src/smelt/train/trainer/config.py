@@ -114,7 +114,7 @@ class TrainConfig:
     precision: str = "off"
     fp8: Fp8Settings = field(default_factory=Fp8Settings)  # of precision fp8
     fp8_chunked: ChunkedSettings = field(default_factory=ChunkedSettings)  # of precision fp8-chunked
-    compile: bool = False  # compile forward and backward with torch.compile; fp8 gains no time without it
+    compile: bool = False  # forward and backward by torch.compile, by block; fp8 gains no time without it
     cuda_graphs: bool = True  # on one GPU: replay forward and backward as CUDA graphs; false: kernel by kernel
     max_grad_norm: float | None = renamed("clip", default=None)  # max norm of the reduced gradient
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

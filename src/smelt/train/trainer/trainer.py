@@ -46,6 +46,7 @@ from smelt.train.trainer.optimizer import (
     lr_at,
     set_lr,
 )
+from smelt.train.trainer.regional_compilation import compile_network, restore_eager
 from smelt.train.trainer.run_folder import RunFolder, format_log_entry, format_low_precision
 from smelt.train.trainer.tasks import TrainingTask, build_task
 
@@ -70,8 +71,7 @@ class Trainer:
             lambda: convert_layers(self.task.network, config), f"another rank cannot train in {config.precision}."
         )
         self._low_precision_facts: dict[str, Any] | None = None  # with the share of FP8 GEMMs
-        if config.compile:
-            self.task.network.compile()
+        self._compiled = compile_network(self.task.network) if config.compile else []
         self.timer = PhaseTimer(device)
         self.scaler = grad_scaler_for(config, device)
         self.optimizer = build_optimizer(self.task.network, config)
@@ -124,6 +124,7 @@ class Trainer:
                 checkpoint.save(self.state, self.folder.checkpoints, config.checkpoint.keep, self.comm)
             yield entry
         self.low_precision.restore()
+        restore_eager(self._compiled)
         if self.comm.rank == 0 and self.task.saves_model:
             self._save_model()
 
