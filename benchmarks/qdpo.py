@@ -67,8 +67,8 @@ def main() -> None:
             first = [{"row": UNTRAINED, "seed": seed} for seed in options.seeds]
             others = [
                 {"row": name, "seed": seed, "lr": lr}
-                for seed in options.seeds
                 for lr in options.rates
+                for seed in options.seeds
                 for name in TRAINED
             ]
             for cells in (first, others):  # the pairs of a seed are generated with its untrained row
