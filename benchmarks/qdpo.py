@@ -6,8 +6,8 @@
 The bundled weights lie on a 4-bit grid, so each seed first rotates the network by a random Hadamard matrix, which
 preserves its function. Prompts are the dialogues of HH-RLHF without their last answer. Both models answer the training
 prompts greedily once per seed, and all rows train on these answers with the same number of steps: QDPO on the pairs,
-with and without the reference, the controls on the 16-bit model's answers alone: SFT (cross-entropy) and KD (KL of all
-tokens). Each row is run with two learning rates, the card's 1e-6 and 1e-5.
+with and without the reference and with the loss of the chosen answer added (rpo_alpha 1), the controls on the 16-bit
+model's answers alone: SFT (cross-entropy) and KD (KL of all tokens). Each row is run with two learning rates.
 
 On held-out prompts, all with the packed network:
 - flip rate: share of the tokens of the 16-bit model's answers where the row's most likely token is another one;
@@ -51,7 +51,7 @@ from smelt.models.quantized import dequantized_weights
 
 RATES = (1e-6, 1e-5)
 UNTRAINED = "rounded to nearest"
-TRAINED = ("SFT", "KD", "QDPO", "QDPO without the reference")
+TRAINED = ("SFT", "KD", "QDPO", "QDPO without the reference", "QDPO + NLL of the chosen answer")
 
 
 def main() -> None:
@@ -172,7 +172,7 @@ def step(row: str, lr: float, options: argparse.Namespace) -> Row:
         loss = {"losses": [{"loss": "logits"}], "teacher": "source"} if row == "KD" else {}
         return {"method": "qat", **training, **loss, "schedule": {"warmup_steps": round(0.1 * options.prompts / 8)}}
     generation = {"max_new_tokens": options.answer_tokens, "generation_batch_size": 256}
-    return {"method": "qdpo", **training, **generation}
+    return {"method": "qdpo", **training, **generation, "rpo_alpha": float("NLL" in row)}
 
 
 def pairs_of(folder: Path) -> Batch:

@@ -109,6 +109,20 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
         assert float(parameter.grad[row, column]) == pytest.approx((values[0] - values[1]) / 2e-2, rel=1e-2, abs=1e-6)
 
 
+def test_the_chosen_answer_has_a_loss_of_its_own() -> None:
+    """As in TRL: the mean over the chosen answers' tokens of the batch, not over answers."""
+    torch.manual_seed(0)
+    network = BUILDS["llama"]()
+    pairs = preference_pairs([[5, 6, 7], [8, 9]], [[10, 11, 12], [13]], [[10, 14], [15, 16, 17]])
+    batch = {**pairs, "reference": torch.tensor([[-9.0, -8.0], [-7.0, -12.0]])}
+    plain, with_loss = (float(PreferenceStudent(network, 0.5, alpha)(**batch).loss) for alpha in (0.0, 2.0))
+    tokens = []
+    for prompt, answer in (([5, 6, 7, 10], [11, 12]), ([8, 9], [13])):
+        log_probs = network(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+        tokens += [float(log_probs[len(prompt) - 1 + index, token]) for index, token in enumerate(answer)]
+    assert with_loss - plain == pytest.approx(-2 * sum(tokens) / 3, rel=1e-4)
+
+
 def test_pairs_begin_where_the_answers_differ() -> None:
     pairs = preference_pairs([[1, 2], [3], [4]], [[5, 6, 7], [8], [9, 9]], [[5, 8], [8], [9]])
     assert pairs["input_ids"].tolist()[0] == [[1, 2, 5, 6, 7], [1, 2, 5, 8, 0]], "equal answers are dropped"

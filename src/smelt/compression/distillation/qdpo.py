@@ -45,12 +45,14 @@ class Qdpo(QuantizationAwareTraining):
 
     Both models answer the prompts greedily; where they differ, the 16-bit model's answer is preferred, by direct
     preference optimization (DPO) with that model as the reference. Nobody labels anything. Not for base models.
-    Published settings other than the loss are not known: the defaults are common starting points of DPO.
+    Published settings other than the loss are not known: the defaults are common starting points of DPO. Where many
+    tokens flip, DPO can make the chosen answer less likely, too; train with a teacher first, or set `rpo_alpha`.
     """
 
     beta: float = 0.1  # how far the quantized model may move from the reference: less for a larger beta
     max_new_tokens: int = 512  # of an answer
     reference_free: bool = False  # leave out the 16-bit model's log-probabilities: a control
+    rpo_alpha: float = 0.0  # weight of the chosen answer's loss per token (Pang et al., 2024); published without
     generation_batch_size: int = 32  # prompts that are answered together
     batch_size: int = 8  # pairs per step; ours
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-6))
@@ -64,6 +66,7 @@ class Qdpo(QuantizationAwareTraining):
         within(self.name, "beta", self.beta, 1e-6, 100.0)
         within(self.name, "max_new_tokens", self.max_new_tokens, 1, 1_000_000)
         within(self.name, "generation_batch_size", self.generation_batch_size, 1, 1_000_000)
+        within(self.name, "rpo_alpha", self.rpo_alpha, 0.0, 1000.0)
         within(self.name, "warmup_ratio", self.warmup_ratio, 0.0, 1.0)
         if self.augment:
             raise RecipeError("qdpo trains on text, which cannot be augmented; remove `augment`.")
@@ -126,7 +129,7 @@ class Qdpo(QuantizationAwareTraining):
         return {**pairs, "reference": reference}
 
     def make_student(self, network: nn.Module, teacher: NetworkTeacher | None) -> Student:
-        return PreferenceStudent(network, self.beta)
+        return PreferenceStudent(network, self.beta, self.rpo_alpha)
 
     def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:
         facts = super().apply(model, context)
@@ -153,9 +156,9 @@ class Qdpo(QuantizationAwareTraining):
 class PreferenceStudent(Student):
     """The network that trains on pairs of answers; its loss is that of DPO, also in evaluation."""
 
-    def __init__(self, network: nn.Module, beta: float) -> None:
+    def __init__(self, network: nn.Module, beta: float, rpo_alpha: float = 0.0) -> None:
         super().__init__(network, (), None)
-        self.beta = beta
+        self.beta, self.rpo_alpha = beta, rpo_alpha
 
     def inputs(self, batch: Batch) -> Batch:
         """Return all answers as rows: [pairs, 2, tokens] -> [2 * pairs, tokens]."""
@@ -164,9 +167,11 @@ class PreferenceStudent(Student):
     def forward(self, **batch: Tensor) -> Any:
         logits = self.observed(self.inputs(batch)).logits
         log_probs = answer_log_probs(logits, batch["labels"].flatten(0, 1)).unflatten(0, (-1, 2))
-        return SimpleNamespace(
-            loss=preference_loss(log_probs, batch["reference"], self.beta) + self.penalty(), logits=logits
-        )
+        loss = preference_loss(log_probs, batch["reference"], self.beta)
+        if self.rpo_alpha:
+            num_tokens = (batch["labels"][:, 0, 1:] != IGNORED).sum().clamp(min=1)
+            loss = loss - self.rpo_alpha * log_probs[:, 0].sum() / num_tokens
+        return SimpleNamespace(loss=loss + self.penalty(), logits=logits)
 
 
 def preference_loss(log_probs: Tensor, reference: Tensor, beta: float) -> Tensor:
