@@ -274,7 +274,7 @@ def _build_rotary(model: Model, head_dim: int, layer_type: str | None, max_model
     return Rotary(cosines, sines, rotary_dim, interleaved)
 
 
-def _build_norms(network: Any, block: Block, index: int) -> dict[str, Norm | None]:
+def _build_norms(network: Any, block: Block, index: int) -> dict[str, Any]:
     """Return the norms before and after the attention (0) or the feed-forward (1) of a block."""
     layout = _LAYOUTS[network.config.model_type]
     return {
