@@ -4,14 +4,15 @@
     PYTHONPATH=src:benchmarks python benchmarks/ltp.py --device cpu --jobs 1 --folder FOLDER --latency-only
     PYTHONPATH=src:benchmarks python benchmarks/ltp.py --smoke --device cpu --jobs 1
 
-Every row starts from the same float network, whose loss on the labels and whose own logits (distillation) train it with
-the same number of epochs. LTP first learns soft thresholds on relative importance, which does not depend on the length,
-and then trains with dropped tokens; the checkpoint that is best on held-out training data is kept. Lambda is found by
-bisection with the first seed, and taken by the others: a shift of the thresholds closes what is left to the budget. The
-linear ramp of top-k cannot reach half the MACs of 6 layers, so it is compared at larger budgets. MACs are counted on the
-development set from the tokens that each layer computes, relative to all tokens. Latency is that of the first texts of
-the development set on CPU, both networks in turns, at the texts' own lengths and padded to 128 tokens (the padding is
-part of the batch; token pruning never computes it), with one thread and batches of 1 and 8, for the first seed.
+Every row starts from the same float network, whose loss on the labels and whose own logits (distillation) train it
+with the same number of epochs. LTP first learns soft thresholds on relative importance, which does not depend on the
+length, and then trains with dropped tokens; the checkpoint that is best on held-out training data is kept. Lambda is
+found by bisection with the first seed, and taken by the others: a shift of the thresholds closes what is left to the
+budget. The linear ramp of top-k cannot reach half the MACs of 6 layers, so it is compared at larger budgets. MACs are
+counted on the development set from the tokens that each layer computes, relative to all tokens. Latency is that of the
+first texts of the development set on CPU, both networks in turns, at the texts' own lengths and padded to 128 tokens
+(the padding is part of the batch; token pruning never computes it), with one thread and batches of 1 and 8, for the
+first seed.
 
 The float network of SST-2 is that of the shared folder; the others are fine-tuned here first, as `finetune_glue.py`
 does. Rows are written as they are finished; `--resume` adds what is missing. `--no-latency` leaves the timing to a run
@@ -265,10 +266,10 @@ def text(rows: list[Row], options: argparse.Namespace) -> str:
     headings = ["task", "metric", "method", "budget", "MACs on dev", "mean", "by seed", *columns]
     missing = len(options.tasks) + len(grid(options)) - len(rows)
     return (
-        f"# Token pruning of MiniLM-L6 on GLUE\n\nUp to {options.rows} training texts, batches of {options.batch_size}, "
-        f"lr {LR:g} (thresholds {options.threshold_lr:g}, on relative importance), labels and the float network's "
-        "logits; top-k keeps all tokens in the first layer. Times: CPU, one thread, ms per text and speedup over all "
-        "tokens."
+        f"# Token pruning of MiniLM-L6 on GLUE\n\nUp to {options.rows} training texts, batches of "
+        f"{options.batch_size}, lr {LR:g} (thresholds {options.threshold_lr:g}, on relative importance), labels and "
+        "the float network's logits; top-k keeps all tokens in the first layer. Times: CPU, one thread, ms per text "
+        "and speedup over all tokens."
         + (f" {missing} rows are missing." if missing > 0 else "")
         + "\n\n" + table(headings, cells)
     )  # fmt: skip
