@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from smelt.compression.base import (
     METHODS,
+    Batch,
     CalibrationSize,
     Method,
     MethodContext,
@@ -34,7 +35,7 @@ from smelt.compression.base import (
     one_of,
     within,
 )
-from smelt.compression.calibration.attention_similarity import map_divergences
+from smelt.compression.calibration.attention_similarity import map_divergences, stacked_attention, token_mask
 from smelt.compression.calibration.block_inputs import ActivationStore, run_backbone
 from smelt.compression.calibration.least_squares import NormalEquations
 from smelt.compression.distillation.feature_losses import AttentionMap, HiddenStates
@@ -108,12 +109,12 @@ class AttentionReuse(Method):
                 "this model is already quantized; share the attention maps of its source, then quantize it."
             )
         attention = anatomy.family.attention
-        if attention is None or not attention.interface or len(_heads(anatomy)) < 2:
+        if attention is None or not attention.interface or len(stacked_attention(anatomy)) < 2:
             raise ModelError(
                 f"{self.name} needs layers of attention whose maps are known, which this {anatomy.family.name} network "
                 "does not have."
             )
-        if anatomy.family.chain is not True:
+        if any(part.map_of is not None for part in anatomy.parts) or not _runs_in_order(anatomy):
             raise ModelError(f"{self.name} needs layers that follow one another, with a map of their own each.")
         most = self._most(anatomy)
         if most < self._wanted(anatomy):
@@ -150,7 +151,7 @@ class AttentionReuse(Method):
 
     def group(self, anatomy: Anatomy, divergences: np.ndarray) -> dict[int, int]:
         """Return which block uses the map of which: adjacent layers are merged, the most similar first."""
-        parts, reasons = _heads(anatomy), _reasons(anatomy)
+        parts, reasons = stacked_attention(anatomy), _reasons(anatomy)
         group = list(range(len(parts)))  # the position of the first layer of each layer's group
         merged = 0
         for position in np.argsort(divergences, kind="stable").tolist():
@@ -169,13 +170,13 @@ class AttentionReuse(Method):
 
     def _too_few(self, anatomy: Anatomy, how_many: str) -> ModelError:
         return ModelError(
-            f"{self._wanted(anatomy)} of {len(_heads(anatomy))} layers cannot use the map of another: {how_many}; "
-            "lower `layers`, or raise `max_group`."
+            f"{self._wanted(anatomy)} of {len(stacked_attention(anatomy))} layers cannot use the map of another: "
+            f"{how_many}; lower `layers`, or raise `max_group`."
         )
 
     def reshape(self, anatomy: Anatomy, undecided: Mapping[str, UndecidedWidth]) -> Mapping[str, UndecidedWidth]:
         """Share as many maps; which ones does not matter to the shape of the other layers."""
-        reuse_attention(anatomy, self.group(anatomy, np.arange(len(_heads(anatomy)), 0.0, -1)))
+        reuse_attention(anatomy, self.group(anatomy, np.arange(len(stacked_attention(anatomy)), 0.0, -1)))
         return undecided
 
     @property
@@ -195,7 +196,7 @@ class AttentionReuse(Method):
         maps = (
             2
             * 4
-            * max(part.units * part.heads_per_unit for part in _heads(anatomy))
+            * max(part.units * part.heads_per_unit for part in stacked_attention(anatomy))
             * size.batch_size
             * size.seq_len**2
         )
@@ -206,7 +207,7 @@ class AttentionReuse(Method):
         return ResourceEstimate(passes, maps + targets + training)
 
     def _wanted(self, anatomy: Anatomy) -> int:
-        return max(1, math.floor(self.layers * len(_heads(anatomy)) + 1e-9))
+        return max(1, math.floor(self.layers * len(stacked_attention(anatomy)) + 1e-9))
 
     def _most(self, anatomy: Anatomy) -> int:
         """Return how many layers can use another's map."""
@@ -219,7 +220,7 @@ class AttentionReuse(Method):
 
     def _targets(self, anatomy: Anatomy, leaders: Mapping[int, int], context: MethodContext) -> list[ActivationStore]:
         """Return the outputs of the output projections before anything changes, a store for each layer in order."""
-        parts = [part for part in _heads(anatomy) if part.block in leaders]
+        parts = [part for part in stacked_attention(anatomy) if part.block in leaders]
         stores = [ActivationStore(context.memory_limit, context.folder) for _ in parts]
 
         def keep(position: int, number: int, output: Tensor) -> None:
@@ -238,16 +239,16 @@ class AttentionReuse(Method):
     @torch.no_grad()
     def _refit(self, anatomy: Anatomy, targets: Sequence[ActivationStore], context: MethodContext) -> None:
         """Fit the output projection of each layer without a map, from the first to the last, to its outputs before."""
-        parts = [part for part in _heads(anatomy) if part.map_of is not None]
+        parts = [part for part in stacked_attention(anatomy) if part.map_of is not None]
         for part, store in zip(context.progress.track(parts, "repair"), targets, strict=True):
             equations = NormalEquations.zeros(part.output.in_features, part.output.out_features, part.output.device)
             for number, batch in enumerate(context.batches):
-                mask = batch.get("attention_mask")
 
                 def add(_: nn.Module, args: Any, store: ActivationStore = store, number: int = number,
-                        mask: Tensor | None = mask, equations: NormalEquations = equations) -> None:  # fmt: skip
+                        batch: Batch = batch, equations: NormalEquations = equations) -> None:  # fmt: skip
+                    mask = token_mask(anatomy, batch, args[0].shape[1])
                     rows, wanted = args[0].flatten(0, -2), store[number].flatten(0, -2)
-                    kept = slice(None) if mask is None else mask.flatten().bool().to(rows.device)
+                    kept = slice(None) if mask is None else mask.flatten().to(rows.device)
                     equations.add(rows[kept], wanted[kept])
 
                 _run(anatomy, batch, [part.output.module.register_forward_pre_hook(add)])
@@ -303,13 +304,16 @@ def _run(anatomy: Anatomy, batch: Mapping[str, Tensor], hooks: Sequence[Any]) ->
             hook.remove()
 
 
-def _heads(anatomy: Anatomy) -> list[Part]:
-    return [part for part in anatomy.parts if part.kind == "heads"]
+def _runs_in_order(anatomy: Anatomy) -> bool:
+    """Return whether the layers are known to run one after another; a decoder behind an encoder stays as it is."""
+    chain = anatomy.family.chain
+    is_encoder = not anatomy.family.causal and chain is None
+    return chain is True or is_encoder or bool(anatomy.network.config.is_encoder_decoder)
 
 
 def _reasons(anatomy: Anatomy) -> list[str | None]:
     """Return why each layer cannot use the map of the layer before it; None if it can."""
-    parts, types = _heads(anatomy), getattr(anatomy.network.config.get_text_config(), "layer_types", None)
+    parts, types = stacked_attention(anatomy), getattr(anatomy.network.config.get_text_config(), "layer_types", None)
     reasons: list[str | None] = ["it is the first"]
     for before, part in pairwise(parts):
         reason = unshareable_reason(before, part)
