@@ -105,6 +105,24 @@ def test_a_text_alone_computes_what_it_does_in_a_batch(name: str) -> None:
         assert torch.allclose(states(network, alone)[0][0], logits[row], atol=1e-5)
 
 
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("name", ["bert", "mpnet"])
+def test_a_text_alone_drops_the_tokens_that_it_drops_in_a_batch(name: str, rule: TokenRule) -> None:
+    """One text without padding has an execution of its own: it keeps the last states of dropped tokens, too."""
+    network, encoder = pruned(name, rule)
+    batch = inputs(name, batch=4, length=23)
+    hidden = network.base_model(**batch).last_hidden_state
+    counts = encoder.token_counts
+    assert counts is not None and counts[:, -1].max() < 23
+    for row in range(4):
+        length = int(batch["attention_mask"][row].sum())
+        alone = {key: tensor[row : row + 1, :length] for key, tensor in batch.items()}
+        torch.testing.assert_close(
+            network.base_model(**alone).last_hidden_state[0], hidden[row, :length], atol=1e-5, rtol=1e-4
+        )
+        assert torch.equal(encoder.token_counts, counts[row : row + 1])
+
+
 def test_layers_compute_the_tokens_that_are_left_and_no_others() -> None:
     network, encoder = pruned("bert", RULES[0])
     rows: list[tuple[int, int]] = []

@@ -1,7 +1,8 @@
 """Attention layers that use the attention map of an earlier layer: they keep V and the output, and have no Q and K.
 
 The first layer of a group computes the map in eager attention, where it exists as a tensor. Every other layer of the
-group multiplies it with its own values. In generation such a layer keeps only values in the KV cache. Works on the meta
+group multiplies it with its own values. In generation such a layer keeps only values in the KV cache. Paged attention
+does not keep the map: it computes the scores again from the queries and keys of the first layer. Works on the meta
 device, which is how a saved artifact is restored before its weights are loaded.
 """
 
@@ -47,7 +48,7 @@ def unshareable_reason(leader: Part, part: Part) -> str | None:
         return "its values are clipped"
     if not part.units or not leader.units:
         return "it has no heads left"
-    if part.units * part.heads_per_unit != leader.units * leader.heads_per_unit or part.kept != leader.kept:
+    if (part.units, part.heads_per_unit, part.kept) != (leader.units, leader.heads_per_unit, leader.kept):
         return "other heads were removed from it"
     names = [path.removeprefix(f"{paths.owner}.") for path in (paths.queries, paths.keys, paths.values, paths.output)]
     known = {*names, *_NORMS}

@@ -67,11 +67,46 @@ class TokenPruningEncoder(nn.Module):
         if not self.enabled:
             return self._original[0](hidden_states, attention_mask, *args, **kwargs)
         present = _present_tokens(attention_mask, hidden_states)
-        run = self._run_masked if self.training or self.masked else self._run_packed
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=run(hidden_states, present))
+        if self.training or self.masked:
+            x = self._run_masked(hidden_states, present)
+        elif len(present) == 1 and bool(present.all()):
+            x = self._run_single(hidden_states[0], present)[None]
+        else:
+            x = self._run_packed(hidden_states, present)
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=x)
 
     def extra_repr(self) -> str:
         return str(self.rule)
+
+    def _run_single(self, x: Tensor, present: Tensor) -> Tensor:
+        """Do what `_run_packed` does for one sequence without padding, [tokens, hidden], with fewer operations."""
+        tokens = len(x)
+        output, bias, lengths = x, self._position_bias(x[None]), present.new_full((1,), tokens, dtype=torch.int64)
+        rows: Tensor | None = None  # of the tokens that are left; None: all
+        protected, counts, total = _first_tokens(present), [tokens], None
+        for layer, paths in enumerate(self._paths):
+            drops = self.rule.drops(layer)
+            projected = [y[None] for y in self._project(paths, x)]
+            at_rows = bias if bias is None or rows is None else bias[:, :, rows[:, None], rows]
+            context, maps = self._attend(paths, projected, None, at_rows, drops or self.rule.cumulative)
+            x = self._after_attention(paths, x, x.new_zeros(len(x), 0) if context is None else context[0])
+            if maps is not None:
+                scores = maps.sum((1, 2)) / (maps.shape[1] * tokens)
+                total = scores if total is None or not self.rule.cumulative else total + scores
+                if drops:
+                    keep = self.rule.keep(total, present, protected, lengths, layer)
+                    kept = keep[0].nonzero()[:, 0]
+                    if len(kept) < len(x):
+                        if rows is None:
+                            output, rows = x, kept
+                        else:
+                            output.index_copy_(0, rows, x)
+                            rows = rows[kept]
+                        x, total, present, protected = x[kept], total[:, kept], present[:, kept], protected[:, kept]
+            counts.append(len(x))
+            x = self._feed_forward(paths, x)
+        self.token_counts = torch.tensor([counts])  # [1, layers + 1]
+        return x if rows is None else output.index_copy_(0, rows, x)
 
     def _run_packed(self, hidden_states: Tensor, present: Tensor) -> Tensor:
         """Compute the tokens that are left, packed without padding."""
@@ -140,11 +175,18 @@ class TokenPruningEncoder(nn.Module):
             self.soft.mean_gates = mean_gates
         return x
 
+    def _layer(self, path: str) -> Any:
+        """Return the module at a path, which may be another one in every call; `get_submodule` takes longer."""
+        module: Any = self
+        for name in path.split("."):
+            module = module._modules[name]
+        return module
+
     def _project(self, paths: _BlockPaths, x: Tensor) -> list[Tensor]:
         """Return queries, keys and values, [..., width]; nothing if all heads were pruned."""
-        if isinstance(self.get_submodule(paths.owner), NoAttention):
+        if isinstance(self._layer(paths.owner), NoAttention):
             return []
-        return [self.get_submodule(path)(x) for path in paths.projections]
+        return [self._layer(path)(x) for path in paths.projections]
 
     def _attend(
         self, paths: _BlockPaths, projected: list[Tensor], present: Tensor | None, bias: Tensor | None, scored: bool
@@ -160,7 +202,7 @@ class TokenPruningEncoder(nn.Module):
         queries, keys, values = (x.view(batch, tokens, heads, paths.head_dim).transpose(1, 2) for x in projected)
         mask = None if present is None else present[:, None, None, :]
         if bias is not None:
-            bias = bias[:, list(getattr(self.get_submodule(paths.owner), "smelt_kept_units", range(heads)))]
+            bias = bias[:, list(getattr(self._layer(paths.owner), "smelt_kept_units", range(heads)))]
             bias = bias.to(queries.dtype)
             mask = bias if mask is None else bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
         if not scored:
@@ -172,21 +214,21 @@ class TokenPruningEncoder(nn.Module):
         elif mask is not None:
             logits = logits + mask
         maps = logits.softmax(dim=-1, dtype=torch.float32)
-        weights = F.dropout(maps, self._attention_dropout, training=self.training)
+        weights = F.dropout(maps, self._attention_dropout) if self.training else maps
         return (weights.to(values.dtype) @ values).transpose(1, 2).reshape(batch, tokens, width), maps
 
     def _after_attention(self, paths: _BlockPaths, x: Tensor, context: Tensor) -> Tensor:
-        projected = self.get_submodule(paths.output)(context)
-        normalized: Tensor = self.get_submodule(paths.norms[0])(self._drop_out(projected) + x)
+        projected = self._layer(paths.output)(context)
+        normalized: Tensor = self._layer(paths.norms[0])(self._drop_out(projected) + x)
         return normalized
 
     def _feed_forward(self, paths: _BlockPaths, x: Tensor) -> Tensor:
-        projected = self.get_submodule(paths.down)(self._activation[0](self.get_submodule(paths.up)(x)))
-        normalized: Tensor = self.get_submodule(paths.norms[1])(self._drop_out(projected) + x)
+        projected = self._layer(paths.down)(self._activation[0](self._layer(paths.up)(x)))
+        normalized: Tensor = self._layer(paths.norms[1])(self._drop_out(projected) + x)
         return normalized
 
     def _drop_out(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self._dropout, training=self.training)
+        return F.dropout(x, self._dropout) if self.training else x
 
     def _position_bias(self, hidden_states: Tensor) -> Tensor | None:
         """Return MPNet's bias of relative positions, [1, heads, tokens, tokens]."""

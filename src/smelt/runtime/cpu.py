@@ -105,20 +105,22 @@ class _LinearBuilder:
         self._buffers: dict[str, Tensor] = {}
 
     def linears(
-        self, layers: Sequence[nn.Module], x: Tensor, sizes: Sequence[int] = ()
+        self, layers: Sequence[nn.Module], x: Tensor, sizes: Sequence[int] = (), name: str = ""
     ) -> tuple[list[Tensor], list[int]]:
         """Apply layers that share an input; return their outputs and the stride between tokens of each.
 
-        `sizes` are the widths of the outputs, if one layer has several.
+        `sizes` are the widths of the outputs, if one layer has several. Calls with the same name reuse the buffers.
         """
         widths = [_out_features(layer) for layer in layers]
         merged = layers[0] if len(layers) == 1 else merge_linears(layers)
         if merged is None:
-            outputs = [self._buffer(f"separate {index} of {len(layers)}", size) for index, size in enumerate(widths)]
+            outputs = [
+                self._buffer(f"{name}separate {index} of {len(layers)}", size) for index, size in enumerate(widths)
+            ]
             for layer, y in zip(layers, outputs, strict=True):
                 self._linear(layer, x, y)
             return outputs, widths
-        output = self._buffer(f"merged {len(layers)}", sum(widths))
+        output = self._buffer(f"{name}merged {len(layers)}", sum(widths))
         self._linear(merged, x, output)
         offsets = itertools.accumulate([0, *(sizes or widths)[:-1]])
         outputs = [output.view(-1)[offset:] for offset in offsets]
@@ -159,6 +161,9 @@ class _ProgramBuilder(_LinearBuilder):
     ) -> None:  # fmt: skip
         super().__init__(max_num_batched_tokens, dtype)
         self.decoder, self.cache, self.max_num_logits = network, cache, max_num_logits
+        parts = [part for part in network.parts if isinstance(part, Attention)]
+        self._leaders = {part.map_of for part in parts if part.map_of is not None}  # layers whose map others use
+        self._queries: dict[int, tuple[Tensor, int]] = {}  # of these layers, after RoPE, and the stride between tokens
 
     def build(self) -> tuple[Program, Tensor]:
         """Return the program and its logits buffer."""
@@ -219,7 +224,15 @@ class _ProgramBuilder(_LinearBuilder):
         )  # fmt: skip
 
     def _attention(self, part: Attention, normed: Tensor) -> Tensor:
-        (queries, keys, values), strides = self.linears(part.input_projections, normed, part.input_sizes)
+        if part.map_of is not None:
+            (values,), (stride,) = self.linears(part.input_projections, normed, part.input_sizes)
+            if self._is_rotated(part):
+                self._hadamard(values, stride, part.num_kv_heads, part.head_dim)
+            return self._attend(
+                part, *self._queries[part.map_of], ((values, stride, self.cache.layer(part.layer).values),)
+            )
+        own_buffers = f"layer {part.layer}, " if part.layer in self._leaders else ""
+        (queries, keys, values), strides = self.linears(part.input_projections, normed, part.input_sizes, own_buffers)
         pages = self.cache.layer(part.layer)
         rotary = compiled.RotaryStruct(
             part.rotary.cosines.data_ptr(), part.rotary.sines.data_ptr(), part.rotary.rotary_dim,
@@ -237,24 +250,38 @@ class _ProgramBuilder(_LinearBuilder):
                 compiled.ROPE, params=rotary, x=tensor, y=tensor, dtype=self.dtype, x_stride=stride, count=heads,
                 width=part.head_dim,
             )  # fmt: skip
-        rotated = pages.kv_quant is not None and pages.kv_quant.hadamard
         counts = (part.num_heads, part.num_kv_heads, part.num_kv_heads)
-        for tensor, stride, count in zip((queries, keys, values), strides, counts, strict=True) if rotated else ():
-            self._hadamard(tensor, stride, count, part.head_dim)
+        for tensor, stride, count in zip((queries, keys, values), strides, counts, strict=True):
+            if self._is_rotated(part):
+                self._hadamard(tensor, stride, count, part.head_dim)
+        if part.layer in self._leaders:
+            self._queries[part.layer] = queries, strides[0]
+        stored = ((keys, strides[1], pages.keys), (values, strides[2], pages.values))
+        return self._attend(part, queries, strides[0], stored)
+
+    def _attend(
+        self, part: Attention, queries: Tensor, query_stride: int, stored: Sequence[tuple[Tensor, int, Tensor]]
+    ) -> Tensor:
+        """Store rows of the KV cache, (rows, stride between tokens, pages) each, and attend to all of them."""
         y = self._buffer("attention", part.num_heads * part.head_dim)
         attention = self.program.attention(
-            queries, strides[0], pages, y, heads=part.num_heads, scale=part.scale, window=part.window,
-            sinks=part.sinks,
+            queries, query_stride, self.cache.layer(part.layer), y, heads=part.num_heads, scale=part.scale,
+            window=part.window, sinks=part.sinks,
         )  # fmt: skip
-        for tensor, stride, page in ((keys, strides[1], pages.keys), (values, strides[2], pages.values)):
+        for tensor, stride, page in stored:
             self.program.add(
                 compiled.STORE_KV, x=tensor, dtype=self.dtype, x_stride=stride, y=page, weight_type=attention.page_type,
                 width=part.num_kv_heads * part.head_dim, params=attention,
             )  # fmt: skip
         self.program.add(compiled.ATTENTION, params=attention)
-        if rotated:  # back: the matrix is symmetric
+        if self._is_rotated(part):  # back: the matrix is symmetric
             self._hadamard(y, part.num_heads * part.head_dim, part.num_heads, part.head_dim)
         return y
+
+    def _is_rotated(self, part: Attention) -> bool:
+        """Return whether the rows of a layer's KV cache are rotated by a Hadamard matrix."""
+        kv_quant = self.cache.layer(part.layer).kv_quant
+        return kv_quant is not None and kv_quant.hadamard
 
     def _hadamard(self, x: Tensor, stride: int, heads: int, head_dim: int) -> None:
         """Rotate heads in place."""

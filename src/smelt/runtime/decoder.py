@@ -102,12 +102,13 @@ class Attention:
     sinks: Tensor | None = None  # [num_heads], float32: a score of each head that has no value
     post_norm: Norm | None = None
     residual_scale: float = 1.0
+    map_of: int | None = None  # the layer whose queries and keys it uses; then V is its only input projection
 
     @property
-    def input_sizes(self) -> tuple[int, int, int]:
-        """The widths of Q, K and V."""
+    def input_sizes(self) -> tuple[int, ...]:
+        """The widths of Q, K and V, or of V alone."""
         kv_width = self.num_kv_heads * self.head_dim
-        return self.num_heads * self.head_dim, kv_width, kv_width
+        return (self.num_heads * self.head_dim, kv_width, kv_width) if self.map_of is None else (kv_width,)
 
 
 @dataclass(frozen=True)
@@ -175,11 +176,14 @@ def unsupported_reason(model: Model) -> str | None:
     rope_types = model.network.model.rotary_emb.rope_type
     if not set(rope_types.values() if isinstance(rope_types, dict) else [rope_types]) <= set(ROPE_TYPES):
         return "its RoPE depends on the sequence length"
-    if any(part.map_of is not None for part in model.anatomy.parts):
-        return "a layer uses the attention map of another layer"
     if any(not part.units for part in model.anatomy.parts):
         return "a layer lost all of its heads or channels"
     return None
+
+
+def reuses_maps(model: Model) -> bool:
+    """Return whether a layer uses the attention map of another one."""
+    return any(part.map_of is not None for part in model.anatomy.parts)
 
 
 def has_sinks(model: Model) -> bool:
@@ -219,21 +223,31 @@ def mixtures(model: Model) -> list[MixtureOfExperts]:
 
 def _build_parts(model: Model, max_model_len: int) -> tuple[Attention | FeedForward | MixtureOfExperts, ...]:
     rotaries: dict[str | None, Rotary] = {}
-    return tuple(part for block in model.anatomy.blocks for part in _build_block(model, block, rotaries, max_model_len))
+    attention: dict[int, Attention] = {}
+    return tuple(
+        part
+        for block in model.anatomy.blocks
+        for part in _build_block(model, block, rotaries, attention, max_model_len)
+    )
 
 
 def _build_block(
-    model: Model, block: Block, rotaries: dict[str | None, Rotary], max_model_len: int
+    model: Model, block: Block, rotaries: dict[str | None, Rotary], attention: dict[int, Attention], max_model_len: int
 ) -> Iterator[Attention | FeedForward | MixtureOfExperts]:
-    """Yield the parts of a block; `rotaries` has the RoPE tables by type of layer, as far as they are known."""
+    """Yield the parts of a block; `rotaries` has the RoPE tables by type of layer, and `attention` the attention of
+    earlier blocks, as far as they are known."""
     for part in (part for part in block.parts if part.mixture is None):
         if part.kind == "ffn_channels":
             yield _build_feed_forward(model.network, block, part)
             continue
+        if part.map_of is not None:
+            yield _build_reused_attention(model.network, block, part, attention[part.map_of])
+            continue
         layer_type = _rope_layer_type(model.network, block)
         if layer_type not in rotaries:
             rotaries[layer_type] = _build_rotary(model, part.head_dim, layer_type, max_model_len)
-        yield _build_attention(model.network, block, part, rotaries[layer_type])
+        attention[block.index] = _build_attention(model.network, block, part, rotaries[layer_type])
+        yield attention[block.index]
     mixture = _build_mixture(model.network, block)
     if mixture is not None:
         yield mixture
@@ -260,7 +274,7 @@ def _build_rotary(model: Model, head_dim: int, layer_type: str | None, max_model
     return Rotary(cosines, sines, rotary_dim, interleaved)
 
 
-def _build_norms(network: Any, block: Block, index: int) -> dict[str, Norm | None]:
+def _build_norms(network: Any, block: Block, index: int) -> dict[str, Any]:
     """Return the norms before and after the attention (0) or the feed-forward (1) of a block."""
     layout = _LAYOUTS[network.config.model_type]
     return {
@@ -355,6 +369,18 @@ def _build_attention(network: Any, block: Block, part: Part, rotary: Rotary) -> 
         clip=_clip(network, part),
         sinks=None if sinks is None else sinks.detach().float(),
         residual_scale=_residual_scale(network),
+        **_build_norms(network, block, 0),
+    )
+
+
+def _build_reused_attention(network: Any, block: Block, part: Part, leader: Attention) -> Attention:
+    """Return attention with the queries, keys and scale of an earlier layer."""
+    return replace(
+        leader,
+        layer=part.block,
+        input_projections=_distinct_layers(part),
+        output=part.output.module,
+        map_of=leader.layer,
         **_build_norms(network, block, 0),
     )
 

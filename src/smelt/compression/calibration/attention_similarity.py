@@ -27,13 +27,34 @@ def jensen_shannon(first: Tensor, second: Tensor) -> Tensor:
     return 0.5 * (divergences[0] + divergences[1])
 
 
+def stacked_attention(anatomy: Anatomy) -> list[Part]:
+    """Return the attention layers of one list of blocks: of an encoder and a decoder, those of the encoder."""
+    parts = [part for part in anatomy.parts if part.kind == "heads"]
+    lists = [anatomy.blocks[part.block].path.rpartition(".")[0] for part in parts]
+    return [part for part, path in zip(parts, lists, strict=True) if path == lists[0]]
+
+
+def token_mask(anatomy: Anatomy, batch: Batch, tokens: int) -> Tensor | None:
+    """Return which tokens of the blocks are no padding, [batch, tokens] on the host; None: all.
+
+    Encoders of audio have a mask of samples, of which a token is made of many.
+    """
+    mask = batch.get("attention_mask")
+    if mask is None:
+        return None
+    if mask.shape[1] != tokens:
+        mask = anatomy.network.base_model._get_feature_vector_attention_mask(tokens, mask.cpu())
+    return mask.bool().cpu()
+
+
 class _Comparison:
     """Compares the map of each layer with that of the layer before it, while the network runs."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, anatomy: Anatomy, parts: Sequence[Part]) -> None:
         self.sums = np.zeros(len(parts))
         self.rows = 0
-        self.mask: Tensor | None = None  # of unpadded tokens: [batch, tokens]
+        self.batch: Batch = {}
+        self._anatomy = anatomy
         self._previous: Tensor | None = None
 
     def compare(self, position: int, part: Part, output: Any) -> None:
@@ -47,11 +68,12 @@ class _Comparison:
                 f"{part.path} does not return an attention map per head, so that no other layer can use it."
             )
         attention_map = attention_map.float()
+        mask = token_mask(self._anatomy, self.batch, attention_map.shape[2])
         if position == 0:
-            self.rows += attention_map[:, 0, :, 0].numel() if self.mask is None else int(self.mask.sum())
+            self.rows += attention_map[:, 0, :, 0].numel() if mask is None else int(mask.sum())
         if position and self._previous is not None and self._previous.shape == attention_map.shape:
             rows = jensen_shannon(self._previous, attention_map).mean(1)  # [batch, queries]
-            self.sums[position] += float((rows if self.mask is None else rows[self.mask]).sum())
+            self.sums[position] += float((rows if mask is None else rows[mask.to(rows.device)]).sum())
         elif position:
             self.sums[position] = np.inf  # another number of heads: no map to share
         self._previous = attention_map
@@ -72,10 +94,10 @@ def eager_attention(network: Any) -> Iterator[None]:
 def map_divergences(anatomy: Anatomy, batches: Sequence[Batch], progress: Progress | None = None) -> np.ndarray:
     """Return the mean divergence of each layer's attention map from that of the layer before it; [layers], the first 0.
 
-    The mean is over heads and unpadded queries.
+    The mean is over heads and unpadded queries; the layers are those of `stacked_attention`.
     """
-    parts = [part for part in anatomy.parts if part.kind == "heads"]
-    comparison = _Comparison(parts)
+    parts = stacked_attention(anatomy)
+    comparison = _Comparison(anatomy, parts)
     hooks = []
     for position, part in enumerate(parts):
 
@@ -86,8 +108,7 @@ def map_divergences(anatomy: Anatomy, batches: Sequence[Batch], progress: Progre
     try:
         with eager_attention(anatomy.network):
             for batch in (progress or NullProgress()).track(list(batches), "attention maps"):
-                mask = batch.get("attention_mask")
-                comparison.mask = None if mask is None else mask.bool().to(parts[0].output.device)
+                comparison.batch = batch
                 run_backbone(anatomy, batch)
     finally:
         for hook in hooks:

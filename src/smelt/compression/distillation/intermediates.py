@@ -8,7 +8,8 @@ Hidden states are the input of the first block and the outputs of all blocks. Of
     attention_projections  [batch, tokens, hidden]            after the output projection, before dropout
     attention_outputs      [batch, tokens, hidden]            with the residual; in a post-norm network also normalized
 
-Scores and maps exist in eager attention only, so an observed network computes its attention in this file.
+Scores and maps exist in eager attention only, so an observed network computes its attention in this file. A layer that
+uses the attention map of another one has neither scores, maps nor contexts: the teacher's there are compared with none.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class BlockPaths:
     query_key_value: tuple[str, ...] = ()  # projections
     output_projection: str | None = None
     after_attention: str | None = None  # its input is the attention output
+    has_map: bool = True  # false: it uses the attention map of another block
 
 
 def block_paths(anatomy: Anatomy) -> tuple[BlockPaths, ...]:
@@ -72,8 +74,9 @@ def block_paths(anatomy: Anatomy) -> tuple[BlockPaths, ...]:
         if attention is not None:
             projections = tuple(projection.path for projection in attention.input_projections)
             paths = replace(
-                paths, attention=attention.path, query_key_value=projections, output_projection=attention.output.path
-            )
+                paths, attention=attention.path, query_key_value=projections, output_projection=attention.output.path,
+                has_map=attention.map_of is None,
+            )  # fmt: skip
         feed_forward = next((part for part in block.parts if part.kind == "ffn_channels"), None)
         if feed_forward is not None and anatomy.residual != "other":
             norm = feed_forward.pre_norm
@@ -119,7 +122,11 @@ def check_observation(network: Any, paths: Sequence[BlockPaths], names: Collecti
     finally:
         network.train(was_training)
     difference = (outputs.logits - expected).float().abs().max() / expected.float().abs().max().clamp(min=1e-12)
-    complete = all(len(tensors) >= len(paths) for tensors in outputs.intermediates.values())
+    maps = sum(block.has_map for block in paths)
+    complete = all(
+        len(tensors) >= (maps if name in _IN_ATTENTION else len(paths))
+        for name, tensors in outputs.intermediates.items()
+    )
     if not complete or not float(difference) <= _MAX_DIFFERENCE:
         raise ModelError(
             f"transformers computes the attention of {network.config.model_type} in a way of its own, so it cannot be "
@@ -142,6 +149,7 @@ class ObservedNetwork:
         self._taught: Intermediates = {}
         self._handles: list[Any] = []
         self._attn_implementation: str | None = None
+        self._without_map = {index for index, block in enumerate(paths) if not block.has_map}
         for index, block in enumerate(paths if names else ()):
             self._observe(index, block)
         if self._names & _IN_ATTENTION:
@@ -155,12 +163,14 @@ class ObservedNetwork:
         self._recorded = {name: {} for name in self._names}
         try:
             outputs = self.network(**batch, **self._options)
-            intermediates = {
-                name: [tensors[index] for index in sorted(tensors)] for name, tensors in self._recorded.items()
-            }
+            intermediates = {name: self._in_order(name, tensors) for name, tensors in self._recorded.items()}
         finally:
             self._recorded = None
         return NetworkOutputs(outputs.logits, getattr(outputs, "loss", None), intermediates)
+
+    def _in_order(self, name: str, tensors: dict[int, Tensor]) -> list[Tensor]:
+        skipped = self._without_map if name in _IN_ATTENTION else set()
+        return [tensors[index] for index in sorted(tensors) if index not in skipped]
 
     def close(self) -> None:
         """Remove the hooks and restore the attention implementation."""

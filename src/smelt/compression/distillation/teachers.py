@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,13 +29,17 @@ SOURCE = "source"
 
 
 class DenseTeacher(NetworkTeacher):
-    """An unquantized network in evaluation mode."""
+    """An unquantized network in evaluation mode. Its maps of the blocks `without_map` are left out, as a student's."""
 
-    def __init__(self, network: Any, intermediates: Collection[str] = ()) -> None:
+    def __init__(self, network: Any, intermediates: Collection[str] = (), without_map: Collection[int] = ()) -> None:
         if intermediates:
             check_observable(anatomy_of(network), intermediates)
         self.network = network.eval().requires_grad_(False)
-        self._observed = ObservedNetwork(network, block_paths(anatomy_of(network)), intermediates)
+        paths = block_paths(anatomy_of(network))
+        paths = tuple(
+            replace(block, has_map=block.has_map and index not in without_map) for index, block in enumerate(paths)
+        )
+        self._observed = ObservedNetwork(network, paths, intermediates)
 
     def compile(self) -> None:
         if repeated_blocks(self.network):

@@ -7,7 +7,6 @@ token counts, and the facts. The network drops tokens from then on, wherever it 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 import tempfile
 from abc import abstractmethod
@@ -26,21 +25,20 @@ from smelt.compression.base import (
     MethodContext,
     ResourceEstimate,
     UndecidedWidth,
-    one_of,
-    within,
 )
 from smelt.compression.budget import Budget
-from smelt.compression.calibration.gradients import gradient_bytes
+from smelt.compression.distillation.fine_tuning import (
+    VALIDATION,
+    check_fine_tuning,
+    fine_tune,
+    fine_tuning_memory,
+    fine_tuning_to_json,
+)
 from smelt.compression.distillation.losses import Labels, LossTerm
 from smelt.compression.distillation.samples import Samples
 from smelt.compression.distillation.student import NetworkTeacher, Student
 from smelt.compression.distillation.teachers import SOURCE, DenseTeacher
-from smelt.compression.distillation.training_run import (
-    remember_dtypes,
-    restore_dtypes,
-    run_training,
-    share_of_batch,
-)
+from smelt.compression.distillation.training_run import remember_dtypes, restore_dtypes
 from smelt.errors import BudgetError, DataError, ModelError, RecipeError
 from smelt.measure.token_cost import count_tokens, text_lengths, token_macs
 from smelt.models.anatomy import Anatomy
@@ -48,16 +46,8 @@ from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
 from smelt.models.token_pruning import TokenPruningEncoder, check_token_pruning, install_token_pruning
 from smelt.models.token_rules import ThresholdRule, TokenRule
-from smelt.train.trainer.config import (
-    CheckpointConfig,
-    EvaluateConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
-from smelt.train.trainer.tasks import TrainingTask
+from smelt.train.trainer.config import OptimizerConfig, ScheduleConfig
 
-VALIDATION = 0.05  # fraction of the samples, the last ones
 COUNTED_SEQUENCES = 512  # of the training data, on which MACs are counted
 
 
@@ -85,11 +75,7 @@ class TokenPruning(Method):
             raise RecipeError(f"{self.name} removes tokens and no weights; give a budget of macs, such as macs=0.5.")
         if self.budget.keep == 1:
             raise RecipeError(f"{self.name} would drop nothing with macs=1; give a fraction below 1.")
-        within(self.name, "epochs", self.epochs, 0, 1e6)
-        within(self.name, "batch_size", self.batch_size, 1, 1_000_000)
-        within(self.name, "checkpoint_every", self.checkpoint_every, 1, 1_000_000_000)
-        one_of(self.name, "precision", self.precision, ("off", "bf16"))
-        one_of(self.name, "select", self.select, ("best", "last"))
+        check_fine_tuning(self)
         if not self.losses:
             raise RecipeError(f"{self.name} needs at least one term of the loss, such as `losses: [{{loss: labels}}]`.")
         if self.teacher not in (None, SOURCE):
@@ -136,16 +122,11 @@ class TokenPruning(Method):
         return self.budget.to_json()
 
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
-        trained = 4 * sum(parameter.numel() for parameter in anatomy.network.parameters())
-        states = 2 if self.optimizer.name == "adamw" else 1
-        copies = 2 + states + (self.teacher is not None)
-        memory = trained * copies + gradient_bytes(anatomy, self.batch_size, size.seq_len)
+        memory = fine_tuning_memory(self, anatomy, size.seq_len, teacher=self.teacher is not None)
         return ResourceEstimate(passes=self.training_epochs * (4 if self.teacher else 3), memory=memory)
 
     def to_json(self) -> dict[str, Any]:
-        optimizer, schedule = dataclasses.asdict(self.optimizer), dataclasses.asdict(self.schedule)
-        losses = [term.to_json() for term in self.losses]
-        return {**super().to_json(), "losses": losses, "optimizer": optimizer, "schedule": schedule}
+        return {**super().to_json(), **fine_tuning_to_json(self)}
 
     def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:
         self.check(model.anatomy)
@@ -205,14 +186,10 @@ class TokenPruningRun:
         """Train the weights, and the thresholds if they are soft; return facts about the training."""
         student = TokenPruningStudent(self.model.network, self.method.losses, self.teacher, self.encoder)
         student.regularization = regularization
-        is_classifier = self.model.network.config.num_labels > 1
-        task = TrainingTask(student, self.samples, self.validation, is_classifier, saves_model=False)
-        facts = run_training(
-            task, lambda: self._config(epochs), self.folder / name, self.device,
-            name=f"{self.method.name}: {name}", select=select, progress=self.context.progress,
+        return fine_tune(
+            self.method, self.model, student, (self.samples, self.validation), self.context, self.folder, self.device,
+            stage=name, epochs=epochs, select=select,
         )  # fmt: skip
-        self.model.network.eval()
-        return facts
 
     def describe_tokens(self) -> dict[str, Any]:
         """Return the MACs per sequence and the mean tokens of each layer, on training data."""
@@ -224,17 +201,6 @@ class TokenPruningRun:
             "text_macs_after": macs / sequences,
             "macs_kept": macs / self.dense_macs,
         }
-
-    def _config(self, epochs: float) -> TrainConfig:
-        method = self.method
-        return TrainConfig(
-            model=self.model.source or "model", batch_size=share_of_batch(method.name, method.batch_size),
-            steps=max(math.ceil(epochs * len(self.samples) / method.batch_size), 1), seed=self.context.seed,
-            precision=method.precision, max_grad_norm=method.max_grad_norm, optimizer=method.optimizer,
-            schedule=method.schedule, gradients="none", device=self.device.type,
-            evaluate=EvaluateConfig(every=method.checkpoint_every, samples=1_000_000),
-            checkpoint=CheckpointConfig(every=method.checkpoint_every),
-        )  # fmt: skip
 
 
 class TokenPruningStudent(Student):

@@ -35,7 +35,7 @@ _context = local()
 @dataclass(frozen=True)
 class PagedCache:
     """KV cache of each layer, [num_blocks, block_size, kv_heads, head_dim], or bytes of quantized rows. Layers with
-    pruned heads have fewer kv_heads."""
+    pruned heads have fewer kv_heads. A layer that uses the attention map of another one has the pages of its keys."""
 
     keys: dict[int, Tensor]  # layer -> pages
     values: dict[int, Tensor]
@@ -53,19 +53,17 @@ class PagedCache:
         kv_cache_dtype: str | None = None,
     ) -> PagedCache:
         """Allocate a cache with quantized rows of `kv_cache_dtype`; None: rows of the model's own dtype."""
-        shapes = _attention_layers(anatomy)
+        shapes, leaders = _attention_layers(anatomy), _map_leaders(anatomy)
         kv_quant = {layer: kv_quant_format(kv_cache_dtype, head_dim) for layer, (_, head_dim) in shapes.items()}
 
-        def pages() -> dict[int, Tensor]:
-            pages_by_layer = {}
-            for layer, (num_kv_heads, head_dim) in shapes.items():
-                row_size, row_dtype = row_layout(kv_quant[layer], head_dim, dtype)
-                pages_by_layer[layer] = allocate_kv_pages(
-                    (num_blocks, block_size, num_kv_heads, row_size), row_dtype, device
-                )
-            return pages_by_layer
+        def pages(layer: int) -> Tensor:
+            num_kv_heads, head_dim = shapes[layer]
+            row_size, row_dtype = row_layout(kv_quant[layer], head_dim, dtype)
+            return allocate_kv_pages((num_blocks, block_size, num_kv_heads, row_size), row_dtype, device)
 
-        return cls(pages(), pages(), block_size, kv_quant)
+        keys = {layer: pages(layer) for layer in shapes if layer not in leaders}
+        keys |= {layer: keys[leader] for layer, leader in leaders.items()}
+        return cls(keys, {layer: pages(layer) for layer in shapes}, block_size, kv_quant)
 
     def layer(self, index: int) -> LayerKVPages:
         return LayerKVPages(
@@ -83,9 +81,10 @@ def block_bytes(anatomy: Anatomy, block_size: int, dtype: torch.dtype, kv_cache_
     layers = _attention_layers(anatomy)
     if not layers:  # a cache of the network's own, of unknown size
         return 2 * block_size * anatomy.hidden_size * len(anatomy.blocks) * dtype.itemsize
+    leaders = _map_leaders(anatomy)
     return sum(
-        2 * block_size * num_kv_heads * row_bytes(head_dim, dtype, kv_cache_dtype)
-        for num_kv_heads, head_dim in layers.values()
+        (1 if layer in leaders else 2) * block_size * num_kv_heads * row_bytes(head_dim, dtype, kv_cache_dtype)
+        for layer, (num_kv_heads, head_dim) in layers.items()
     )
 
 
@@ -105,6 +104,11 @@ def _attention_layers(anatomy: Anatomy) -> dict[int, tuple[int, int]]:
     return {part.block: (part.units, part.head_dim) for part in parts}
 
 
+def _map_leaders(anatomy: Anatomy) -> dict[int, int]:
+    """Return the layers that use the attention map of another one, and which."""
+    return {part.block: part.map_of for part in anatomy.parts if part.map_of is not None}
+
+
 def _attention_is_known(anatomy: Anatomy) -> bool:
     """Return whether every block has attention among its parts."""
     return all(any(part.kind == "heads" for part in block.parts) for block in anatomy.blocks)
@@ -113,8 +117,6 @@ def _attention_is_known(anatomy: Anatomy) -> bool:
 def unpaged_reason(anatomy: Anatomy) -> str | None:
     """Return why the KV cache of a network cannot be paged; None if it can."""
     network, model_type = anatomy.network, anatomy.network.config.model_type
-    if any(part.map_of is not None for part in anatomy.parts):
-        return "some of its layers use the attention map of another layer, which paged attention does not compute"
     layer_types = set(getattr(network.config.get_text_config(), "layer_types", None) or ())
     if anatomy.family.stateful or layer_types - PAGED_LAYERS:
         return f"{model_type} has layers that carry a state from token to token"
@@ -221,25 +223,31 @@ def _attention(
     """Implement transformers' attention interface: [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim].
 
     Values may be narrower than keys (multi-head latent attention); the cache has rows of the width of keys for both.
+    A layer that uses this one's map attends with its own values: the keys are written to their slots again, unchanged.
     """
-    layer: Any = module.layer_idx
     scale = options.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    width = value.shape[-1]
-    if width < key.shape[-1]:
-        value = F.pad(value, (0, key.shape[-1] - width))
-    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    attention_fn, variant = _context.attention_fn, _variant(module, options)
-    if variant is None:
-        output = attention_fn(layer, queries, keys, values, scale, options.get("sliding_window"))
-    elif getattr(attention_fn, "variants", False):
-        output = attention_fn(layer, queries, keys, values, scale, options.get("sliding_window"), variant)
-    else:
+    window, attention_fn, variant = options.get("sliding_window"), _context.attention_fn, _variant(module, options)
+    if variant is not None and not getattr(attention_fn, "variants", False):
         raise ModelError(
             "this model's attention has soft-capping, sinks or chunks, which need a complete paged KV cache; leave out "
             "eviction, selection and caps."
         )
-    return output[..., :width][None], None
+
+    def attend(layer: int, value: Tensor) -> Tensor:
+        width = value.shape[-1]
+        if width < key.shape[-1]:
+            value = F.pad(value, (0, key.shape[-1] - width))
+        queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        extra = () if variant is None else (variant,)
+        output: Tensor = attention_fn(layer, queries, keys, values, scale, window, *extra)
+        return output[..., :width][None]
+
+    layer: Any = module.layer_idx
+    slot: Any = getattr(module, "smelt_map_slot", None)
+    if slot is not None:
+        slot.hold(attend)
+    return attend(layer, value), None
 
 
 def _variant(module: Any, options: dict[str, Any]) -> AttentionVariant | None:

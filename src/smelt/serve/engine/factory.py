@@ -99,6 +99,8 @@ class _ResolvedConfig:
         """Why the network runs eagerly on a GPU."""
         if (reason := decoder.unsupported_reason(self.model)) is not None:
             return reason
+        if decoder.reuses_maps(self.model):
+            return "a layer uses the attention map of another layer"
         from smelt.runtime.gpu_experts import unsupported_reason  # needs Triton
 
         experts = [part for part in self.model.anatomy.parts if part.mixture is not None]
@@ -185,6 +187,11 @@ def check_kv_cache(model: Model, config: EngineConfig, kv_cache_dtype: str | Non
     if decoder.has_sinks(model) and policy is not None:
         raise ModelError(
             "this model has attention sinks, which need a complete KV cache; leave out eviction, selection and caps."
+        )
+    if decoder.reuses_maps(model) and (policy is not None or config.tensor_parallel_size > 1):
+        raise ModelError(
+            "some layers of this model use the attention map of another layer and have no keys of their own: serve it "
+            "without tensor parallelism, eviction, selection and caps of the KV cache."
         )
     if cache.page_selection is not None:
         sparse_attention_heads(model)
