@@ -58,6 +58,8 @@ from smelt.compression.quantization.layers import LinearLayer, layer_groups
 from smelt.errors import ConfigError, DataError, ModelError, RecipeError
 from smelt.measure.cost import block_parameters, count_bytes
 from smelt.models.anatomy import Anatomy
+from smelt.models.implanted_layers import ImplantedConv2d
+from smelt.models.implants import refuse_implants
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
 from smelt.models.quantized_network import prepare_quantized_layers
@@ -157,6 +159,7 @@ class QuantizationAwareTraining(Method):
         if quantized_layers(anatomy.network):
             raise ModelError("this model is quantized already; train the model it was made from.")
         refuse_token_pruning(anatomy.network, f"{self.name} trains with all tokens")
+        refuse_implants(anatomy.network, "its convolution cannot be quantized", kinds=(ImplantedConv2d,))
         size = self.weights.format.group_size
         for path, columns in self._columns(anatomy).items():
             if size > 0 and columns % size:
