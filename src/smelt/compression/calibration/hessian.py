@@ -1,7 +1,9 @@
 """Hessian traces per unit by Hutchinson's estimator: tr(H) = E[v . Hv] for v with independent entries of +1 and -1.
 
 A Hessian-vector product is one more backward pass through the gradient of the loss. The graph of the gradient is built
-once per mini-batch and used by all of its probes. Networks compute in float32 and in eval mode, so that batch norms are
+once per mini-batch and used by all of its probes. Probes have the size of the weights: v is scaled by the root mean
+square of each layer, and the product divided by its square, so that no layer of small weights drowns in the curvature of
+others; the estimate of a layer then has the same error however scale is split between layers. Networks compute in float32 and in eval mode, so that batch norms are
 affine; attention uses the one implementation that has a second derivative.
 """
 
@@ -113,22 +115,27 @@ def _batch_traces(
     if not reached:
         raise ModelError("the loss of this network does not depend on the weights of its heads and channels.")
     outputs = [gradients[i] for i in reached]
+    scales = [_root_mean_square(weight) for weight in weights]
     generator = torch.Generator().manual_seed(seed)
     products: dict[int, Tensor] = {}
     estimates: list[list[Tensor]] = [[] for _ in parts]
     for _ in range(probes):
         vectors = [
-            (torch.randint(0, 2, weight.shape, generator=generator, dtype=torch.int8) * 2 - 1).to(weight)
-            for weight in weights
+            scale * (torch.randint(0, 2, weight.shape, generator=generator, dtype=torch.int8) * 2 - 1).to(weight)
+            for weight, scale in zip(weights, scales, strict=True)
         ]
         curvature = torch.autograd.grad(
             outputs, weights, [vectors[i] for i in reached], retain_graph=True, allow_unused=True
         )
-        for key, vector, product in zip(modules, vectors, curvature, strict=True):
-            products[key] = torch.zeros_like(vector) if product is None else vector * product
+        for key, vector, product, scale in zip(modules, vectors, curvature, scales, strict=True):
+            products[key] = torch.zeros_like(vector) if product is None else vector * product / scale**2
         for part, rows in zip(parts, estimates, strict=True):
             rows.append(sums_per_unit(part, lambda projection: _oriented(projection, products)).detach().cpu())
     return {f"{index:05d}": torch.stack(rows) for index, rows in enumerate(estimates)}
+
+
+def _root_mean_square(weight: Tensor) -> float:
+    return float(weight.detach().double().square().mean().sqrt()) or 1.0
 
 
 def _oriented(projection: Projection, products: dict[int, Tensor]) -> Tensor:
@@ -151,7 +158,8 @@ def _differentiable_twice(anatomy: Anatomy, modules: Sequence[nn.Module]) -> Ite
     network = anatomy.network
     if quantized_layers(network):
         raise ModelError("quantized weights have no Hessian; use the model that this one was made from.")
-    dtypes = {tensor: tensor.dtype for tensor in chain(network.parameters(), network.buffers())}
+    tensors = chain(network.named_parameters(), network.named_buffers())
+    dtypes = {name: tensor.dtype for name, tensor in tensors}
     with frozen(network), sdpa_kernel(SDPBackend.MATH):
         network.float()
         for module in modules:
@@ -161,5 +169,5 @@ def _differentiable_twice(anatomy: Anatomy, modules: Sequence[nn.Module]) -> Ite
         finally:
             for module in modules:
                 module.weight.requires_grad_(False)
-            for tensor, dtype in dtypes.items():
-                tensor.data = tensor.data.to(dtype)
+            for name, tensor in chain(network.named_parameters(), network.named_buffers()):
+                tensor.data = tensor.data.to(dtypes[name])

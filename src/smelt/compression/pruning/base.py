@@ -404,7 +404,9 @@ def search_true_cost(
         else:
             high = middle
     if best is None:
-        raise BudgetError(f"the budget cannot be met: {measure} exceed it with one channel per layer; allow more.")
+        raise BudgetError(
+            f"the budget cannot be met: {measure} exceed it with as few units as layers may keep; allow more."
+        )
     return best
 
 

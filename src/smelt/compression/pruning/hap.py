@@ -169,7 +169,11 @@ class Hap(StructuredPruning):
                 _install(model.network, part, self._size(part, len(band)), down)
 
     def _size(self, part: Part, units: int) -> int:
-        return units if part.kind == "channels" else math.ceil(self.implant_rank * units * part.columns_per_unit)
+        """Return the channels of an implant, or the rank of one in attention or feed-forward."""
+        if part.kind == "channels" or not units:
+            return units
+        largest = min(part.input_projections[0].in_features, part.output.out_features)
+        return min(math.ceil(self.implant_rank * units * part.columns_per_unit), largest)
 
 
 class _ImplantCosts:
