@@ -139,8 +139,8 @@ def test_what_an_implant_begins_as() -> None:
 
 def test_the_ranking_is_global_and_the_band_is_its_upper_end() -> None:
     model, batches = build("resnet"), [labeled("resnet", seed) for seed in range(2)]
-    method, context = Hap.from_config({"method": "hap", "budget": {"parameters": 0.7}, "probes": 3, "implant": 0.3,
-                                       "max_sparsity": 0.6, "alignment": 1}), MethodContext(batches=batches)  # fmt: skip
+    settings = {"budget": {"parameters": 0.7}, "implant": 0.3, "max_sparsity": 0.6, "alignment": 1}
+    method, context = Hap.from_config({"method": "hap", **settings}), MethodContext(batches=batches)
     assert isinstance(method, Hap)
     anatomy = model.anatomy
     scores = method.scores(anatomy, hessian_traces(anatomy, batches, 3, seed=0), context)
@@ -250,7 +250,7 @@ def test_bad_settings(settings: dict[str, Any], words: str) -> None:
 
 
 def test_what_cannot_be_pruned() -> None:
-    with pytest.raises(ModelError, match="can put no implant into this network.*decoders"):
+    with pytest.raises(ModelError, match=r"can put no implant into this network.*decoders"):
         pruned("llama", implant=0.1)
     with pytest.raises(BudgetError, match="cannot be met"):
         pruned("resnet", budget={"parameters": 0.01})

@@ -2,9 +2,11 @@
 
 A Hessian-vector product is one more backward pass through the gradient of the loss. The graph of the gradient is built
 once per mini-batch and used by all of its probes. Probes have the size of the weights: v is scaled by the root mean
-square of each layer, and the product divided by its square, so that no layer of small weights drowns in the curvature of
-others; the estimate of a layer then has the same error however scale is split between layers. Networks compute in float32 and in eval mode, so that batch norms are
-affine; attention uses the one implementation that has a second derivative.
+square of each layer, and the product divided by its square, so that a layer of small weights does not drown in the
+curvature of others; the estimate of a layer then has the same error however scale is split between layers.
+
+Networks compute in float32 and in eval mode, so that batch norms are affine; attention uses the one implementation that
+has a second derivative.
 """
 
 from __future__ import annotations
