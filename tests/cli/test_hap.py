@@ -49,9 +49,7 @@ def test_an_implant_is_exported_or_refused(place: Place, smelt_here: Smelt, tmp_
     out = str(tmp_path / "out")
     done = smelt_here("compress", place / "bert", "-r", recipe(place), "-o", out, "--no-speed")
     assert done.code == 0, done
-    assert [
-        opener["program"] for opener in json.loads((tmp_path / "out/measurements.json").read_text())["opens_in"]
-    ] == ["Smelt"]
+    assert json.loads((tmp_path / "out/measurements.json").read_text())["opens_in"] == ["Smelt"]
     smelt_here("export", out, "--to", "compressed-tensors", "-o", str(tmp_path / "x")).refused("has a neural implant")
     pytest.importorskip("onnx")
     done = smelt_here("export", out, "--to", "onnx", "-o", str(tmp_path / "onnx"))
