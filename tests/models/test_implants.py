@@ -23,11 +23,10 @@ from smelt.models.anatomy import Part, anatomy_of
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.attention_reuse import unshareable_reason
 from smelt.models.implanted_layers import ImplantedConv2d
-from smelt.models.implants import implant_channels, implant_low_rank, implants_of
+from smelt.models.implants import implant_channels, implant_low_rank, implants_of, unimplantable_reason
 from smelt.models.model import Model
 from smelt.models.surgery import keep_units
 from smelt.models.token_pruning import check_token_pruning
-from smelt.models.verify import verify
 from smelt.runtime.integer.convolutions import check_convolutions
 from smelt.runtime.integer.encoders import check_encoder
 from tests.tiny import BUILDS, inputs, labeled
@@ -90,7 +89,7 @@ def test_a_low_rank_implant_reads_the_input_of_its_part() -> None:
 
 @pytest.mark.parametrize("name", ["bert", "distilbert", "vit", "resnet", "resnet-bottleneck"])
 def test_saved_verified_copied_and_counted(name: str, tmp_path: Path) -> None:
-    network = implanted(name)
+    network = implanted(name, rank=1 if name == "vit" else 3)
     model = Model(network, source="tiny")
     save_artifact(model, tmp_path)
     loaded = load_artifact(tmp_path)
@@ -109,12 +108,6 @@ def test_saved_verified_copied_and_counted(name: str, tmp_path: Path) -> None:
         assert macs == 11 * added
     else:
         assert macs < 0
-
-
-def test_an_artifact_runs_in_a_clean_process(tmp_path: Path) -> None:
-    model = Model(implanted("vit"), source="tiny")
-    save_artifact(model, tmp_path)
-    verify(model, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["bert", "vit"])
@@ -177,6 +170,33 @@ def test_damaged_channels_and_an_implant_that_cannot_be(tmp_path: Path) -> None:
         (tmp_path / "smelt.json").write_text(json.dumps(damaged))
         with pytest.raises(ModelError, match=words):
             load_artifact(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"kernel_size": 5, "padding": 2}, None), ({"kernel_size": (3, 5), "padding": (1, 2)}, None),
+        ({"kernel_size": 1}, "pointwise itself"), ({"kernel_size": 2, "padding": 1}, "no center"),
+        ({"kernel_size": 5, "padding": 1}, "no center"), ({"kernel_size": 3, "padding": 1, "dilation": 2}, "no center"),
+        ({"kernel_size": 3, "padding": 1, "groups": 2}, "no plain convolution"),
+        ({"kernel_size": 3, "padding": 1, "bias": True}, "no plain convolution"),
+    ],
+)  # fmt: skip
+def test_which_convolutions_can_have_one(settings: dict[str, Any], reason: str | None) -> None:
+    network = BUILDS["resnet"]()
+    layer: Any = network.resnet.encoder.stages[0].layers[1].layer[0]
+    layer.convolution = nn.Conv2d(16, 16, **{"bias": False, **settings})
+    found = unimplantable_reason(anatomy_of(network), anatomy_of(network).parts[1])
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_which_parts_can_have_one() -> None:
+    bert = implanted("bert")
+    assert unimplantable_reason(anatomy_of(bert), first(bert, "heads")) == "it has one"
+    llama, plain = BUILDS["llama"](), BUILDS["bert"]()
+    assert "decoders" in str(unimplantable_reason(anatomy_of(llama), first(llama, "heads")))
+    keep_units(plain, first(plain, "heads"), [])
+    assert unimplantable_reason(anatomy_of(plain), first(plain, "heads")) == "it has no units left"
 
 
 def test_what_implants_cannot_follow() -> None:

@@ -20,6 +20,7 @@ from smelt.compression.quantization import rtn  # noqa: F401  (puts the method o
 from smelt.errors import DataError, ModelError
 from smelt.models.anatomy import Part, anatomy_of
 from smelt.models.model import Model
+from smelt.models.surgery import keep_units
 from tests.tiny import BUILDS, build_network, inputs, labeled
 
 PROBES = 120
@@ -160,6 +161,13 @@ def test_the_network_is_as_before() -> None:
     )
     assert network.training and [parameter.requires_grad for parameter in network.parameters()] == trainable
     assert all(parameter.grad is None for parameter in network.parameters())
+
+
+def test_a_part_without_units_has_no_traces() -> None:
+    network = tiny_bert()
+    keep_units(network, anatomy_of(network).parts[0], [])
+    heads, channels = hessian_traces(anatomy_of(network), two_batches("bert"), 2, seed=0)
+    assert heads.sensitivity().shape == (2, 0) and channels.sensitivity().shape == (2, 6)
 
 
 def test_bad_input() -> None:

@@ -11,7 +11,8 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-import smelt.compression.pruning  # noqa: F401  (puts the methods on the list)
+import smelt.compression.pruning
+import smelt.compression.quantization  # noqa: F401
 from smelt.compression.base import METHODS, Choices, MethodContext
 from smelt.compression.calibration.gradients import batch_loss
 from smelt.compression.calibration.hessian import UnitTraces, hessian_traces
@@ -21,6 +22,7 @@ from smelt.compression.pruning.hap import Hap
 from smelt.compression.pruning.repair import cut
 from smelt.errors import BudgetError, DataError, ModelError, RecipeError
 from smelt.measure.cost import Workload, block_cost
+from smelt.models.anatomy import anatomy_of
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.implants import implants_of
 from smelt.models.model import Model
@@ -247,6 +249,22 @@ def test_an_interrupted_run_repeats_its_choice(tmp_path: Path) -> None:
 def test_bad_settings(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(RecipeError, match=words):
         METHODS.build({"method": "hap", "budget": {"parameters": 0.5}, **settings})
+
+
+def test_the_plan_knows_the_implants() -> None:
+    """A later step that cannot keep them is refused before any work, one that can is not."""
+    settings = {"method": "hap", "budget": {"parameters": 0.5}}
+    rtn = METHODS.build({"method": "rtn", "bits": 8, "group_size": -1})
+    for name, implant in (("resnet-bottleneck", 0.1), ("resnet-bottleneck", 0.0), ("bert", 0.1)):
+        with torch.device("meta"):
+            network = type(BUILDS[name]())(BUILDS[name]().config)
+        METHODS.build({**settings, "implant": implant}).reshape(anatomy_of(network), {})
+        assert bool(implants_of(anatomy_of(network))) == bool(implant)
+        if name != "bert" and implant:
+            with pytest.raises(ModelError, match="cannot be quantized"):
+                rtn.check(anatomy_of(network))
+        else:
+            rtn.check(anatomy_of(network))
 
 
 def test_what_cannot_be_pruned() -> None:

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from smelt.compression.calibration.gradients import batch_loss, frozen
@@ -74,7 +75,7 @@ def hessian_traces(
     if not batches:
         raise DataError("Hessian traces need calibration data, and there is none.")
     parts = [part for part in anatomy.parts if part.units]
-    modules = {id(p.module): p.module for part in parts for p in projections_of(part)}
+    modules: dict[int, Any] = {id(p.module): p.module for part in parts for p in projections_of(part)}
     checkpoint = checkpoint or Checkpoint()
     sums: list[np.ndarray] | None = None
     for index in (progress or NullProgress()).track(range(len(batches)), "Hessian traces"):
@@ -107,7 +108,7 @@ def sums_per_unit(part: Part, value: Callable[[Projection], Tensor]) -> Tensor:
 
 
 def _batch_traces(
-    anatomy: Anatomy, batch: Batch, parts: Sequence[Part], modules: dict[int, nn.Module], probes: int, seed: int
+    anatomy: Anatomy, batch: Batch, parts: Sequence[Part], modules: dict[int, Any], probes: int, seed: int
 ) -> dict[str, Tensor]:
     """Return v . Hv per block for one mini-batch, by the index of the part: [probes, projections, units] each."""
     weights = [module.weight for module in modules.values()]
@@ -155,7 +156,7 @@ def _unit_traces(part: Part, estimates: np.ndarray | None, probes: int) -> UnitT
 
 
 @contextmanager
-def _differentiable_twice(anatomy: Anatomy, modules: Sequence[nn.Module]) -> Iterator[None]:
+def _differentiable_twice(anatomy: Anatomy, modules: Sequence[Any]) -> Iterator[None]:
     """Let the loss have second derivatives by these modules' weights inside the context."""
     network = anatomy.network
     if quantized_layers(network):
