@@ -68,6 +68,8 @@ def test_every_method_can_be_planned(name: str, place: Place, smelt_here: Smelt,
         model = str(tmp_path / "mixture")
         saved("qwen3-moe", Path(model))
         character_tokenizer().save_pretrained(model)
+    elif name == "finetune":
+        content["steps"] = [{"method": name}]
     elif trains:
         quantizer = {"quantizer": "minmax", "weight_format": "int4/row"}
         if name == "matquant":
@@ -83,7 +85,7 @@ def test_every_method_can_be_planned(name: str, place: Place, smelt_here: Smelt,
     if removes:
         assert step["budget"] == content["steps"][0]["budget"]
     else:
-        assert step["budget"].keys() == (set() if name == "attention-reuse" else {"bits"})
+        assert step["budget"].keys() == (set() if name in ("attention-reuse", "finetune") else {"bits"})
 
 
 @pytest.mark.usefixtures("quick")

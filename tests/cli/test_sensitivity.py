@@ -43,6 +43,19 @@ def test_a_classifier_and_a_choice(place: Place, tmp_path: Path, smelt_here: Sme
     assert kinds == {"heads", "layers"}
 
 
+def test_hessian_traces(place: Place, tmp_path: Path, smelt_here: Smelt) -> None:
+    page, result = tmp_path / "page.html", tmp_path / "result.json"
+    done = smelt_here(
+        "sensitivity", place / "bert", "--data", place / "rows.jsonl", "--samples", "4", "--measure", "hessian",
+        "--probes", "3", "-o", str(page), "--json", str(result),
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    content, text = json.loads(result.read_text()), page.read_text()
+    assert {removal["kind"] for removal in content["removals"]} == {"parts", "heads", "channels"}
+    assert content["measure"] == "hessian" and "Hessian traces with 3 random vectors each" in text
+    assert "Nothing is removed here" in text and "Layers" not in text
+
+
 def test_a_mixture(tmp_path: Path, smelt_here: Smelt, place: Place) -> None:
     mixtures.saved("olmoe", tmp_path / "olmoe")
     character_tokenizer().save_pretrained(tmp_path / "olmoe")
@@ -62,6 +75,9 @@ def test_a_mixture(tmp_path: Path, smelt_here: Smelt, place: Place) -> None:
         ("llama", ("--only", "neurons"), "there are no 'neurons' to remove"),
         ("llama", ("--data", "missing.txt"), "missing.txt"),
         ("bert", (), "default has no labels"),
+        ("llama", ("--measure", "taylor"), "--measure is one of removal, hessian"),
+        ("llama", ("--measure", "hessian", "--only", "layers"), "use --measure removal"),
+        ("llama", ("--measure", "hessian", "--probes", "1"), "--probes"),
     ],
 )
 def test_bad_input(

@@ -39,6 +39,13 @@ KindsOption = Annotated[
     str | None,
     typer.Option("--only", help="Remove only these: a list of layers, parts, heads, channels and experts."),
 ]
+MeasureOption = Annotated[
+    str,
+    typer.Option(
+        "--measure", help="removal: the loss without each; or hessian: an estimate from Hessian traces (HAP)."
+    ),
+]
+ProbesOption = Annotated[int, typer.Option("--probes", min=2, help="Random vectors per sample, for --measure hessian.")]
 GroupsOption = Annotated[
     int, typer.Option("--channel-groups", min=1, help="Groups that the channels of a part are removed in.")
 ]
@@ -54,12 +61,22 @@ def run(
     samples: SamplesOption = 8,
     seq_len: SeqLenOption = 128,
     only: KindsOption = None,
+    measure: MeasureOption = "removal",
+    probes: ProbesOption = 20,
     channel_groups: GroupsOption = 4,
     device: DeviceOption = "auto",
     json_file: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
-    from smelt.compression.calibration.sensitivity import KINDS, check_kinds, measure_sensitivity
+    from smelt.compression.calibration.sensitivity import (
+        HESSIAN_KINDS,
+        KINDS,
+        MEASURES,
+        REMOVAL,
+        check_kinds,
+        estimate_sensitivity,
+        measure_sensitivity,
+    )
     from smelt.compression.recipe.inputs import calibration_batches, load_calibration_data
     from smelt.compression.recipe.recipe import CalibrationSettings
     from smelt.measure.machine import machine
@@ -67,7 +84,10 @@ def run(
     from smelt.models.model import Model
 
     check_writable(out)
-    kinds = KINDS if only is None else check_kinds([kind.strip() for kind in only.split(",")])
+    if measure not in MEASURES:
+        raise DataError(f"--measure is one of {', '.join(MEASURES)}, not {measure!r:.40}.")
+    all_kinds = KINDS if measure == REMOVAL else HESSIAN_KINDS
+    kinds = all_kinds if only is None else check_kinds([kind.strip() for kind in only.split(",")], all_kinds)
     outline = Model(skeleton(model), source=model)
     if outline.task not in ("language", "classification", "images"):
         raise DataError(
@@ -81,9 +101,15 @@ def run(
     loaded = load(model, device=device)
     batches = calibration_batches(settings, loaded_data, loaded, seed)
     with progress_bars() as progress:
-        result = measure_sensitivity(
-            loaded.anatomy, batches, kinds=kinds, channel_groups=channel_groups, progress=progress
-        )
+        if measure == REMOVAL:
+            result = measure_sensitivity(
+                loaded.anatomy, batches, kinds=kinds, channel_groups=channel_groups, progress=progress
+            )
+        else:
+            result = estimate_sensitivity(
+                loaded.anatomy, batches, kinds=kinds, channel_groups=channel_groups, probes=probes, seed=seed,
+                progress=progress,
+            )  # fmt: skip
     content: dict[str, Any] = {
         "model": model,
         "data": data,
@@ -91,6 +117,8 @@ def run(
         "seq_len": seq_len,
         "seed": seed,
         "channel_groups": channel_groups,
+        "measure": measure,
+        **({} if measure == REMOVAL else {"probes": probes}),
         **result.to_json(),
         "machine": machine(),
     }

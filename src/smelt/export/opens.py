@@ -9,6 +9,7 @@ from smelt.errors import FormatError
 from smelt.export.compressed_tensors import CompressedTensors
 from smelt.export.gguf import Gguf
 from smelt.models.artifact import layer_fields
+from smelt.models.implants import implants_of
 from smelt.models.model import Model
 from smelt.models.program_network import ProgramNetwork
 from smelt.models.quantized import quantized_layers
@@ -36,7 +37,11 @@ def opens_in(model: Model) -> list[Opener]:
     scales that GGUF must represent exactly, the export itself is the judge.
     """
     openers = [Opener("Smelt")]
-    if isinstance(model.network, ProgramNetwork) or token_pruning_of(model.network) is not None:
+    if (
+        isinstance(model.network, ProgramNetwork)
+        or token_pruning_of(model.network) is not None
+        or implants_of(model.anatomy)
+    ):
         return openers
     export = None
     if quantized_layers(model.network):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from smelt.models.anatomy import Anatomy, Part, Projection
+from smelt.models.implanted_layers import ImplantedConv2d
 from smelt.models.program_network import ProgramNetwork
 from smelt.models.quantized import QuantizedConv, QuantizedLinear, quantized_layers
 from smelt.models.quantized_network import tied_layers
@@ -118,7 +119,14 @@ def unit_macs(part: Part, workload: Workload, causal: bool, positions: tuple[int
 
 def shared_macs(part: Part, workload: Workload) -> float:
     """Count the MACs of a part for one sequence that are not removed with any unit."""
-    return workload.tokens * part.token_fraction * shared_factors(part)
+    return workload.tokens * (part.token_fraction * shared_factors(part) + implant_parameters(part))
+
+
+def implant_parameters(part: Part) -> int:
+    """Count the parameters of a low-rank implant beside attention or a feed-forward."""
+    if part.kind == "channels" or part.implant is None:
+        return 0
+    return sum(count_parameters(factor) for factor in part.implant.factors)
 
 
 def unit_bytes(part: Part, workload: Workload) -> float:
@@ -164,7 +172,12 @@ def cost_with_units(anatomy: Anatomy, counts: Sequence[int], measure: CostMetric
         fixed = sum(workload.tokens * layer.in_features * layer.out_features for layer in others)
         return units + fixed + sum(shared_macs(part, workload) for part in anatomy.parts)
     if measure == "bytes":
-        return units + sum(count_bytes(layer.module) for layer in others)
+        implants = sum(
+            implant_parameters(part) * part.implant.up.weight.element_size()
+            for part in anatomy.parts
+            if implant_parameters(part)
+        )
+        return units + implants + sum(count_bytes(layer.module) for layer in others)
     current = sum(unit_cost * part.units for unit_cost, part in zip(costs, anatomy.parts, strict=True))
     return block_parameters(anatomy) - current + units
 
@@ -219,7 +232,7 @@ def _output_positions(anatomy: Anatomy, workload: Workload) -> dict[int, int]:
     hooks = [
         module.register_forward_hook(record_size)
         for module in anatomy.network.modules()
-        if isinstance(module, _CONVOLUTIONS)
+        if isinstance(module, (*_CONVOLUTIONS, ImplantedConv2d))
     ]
     parameter = next(anatomy.network.parameters())
     image = torch.zeros(

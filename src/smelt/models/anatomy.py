@@ -31,6 +31,7 @@ from smelt.models.families import (
     family_of,
     has_family,
 )
+from smelt.models.implanted_layers import WRAPPERS, ImplantedConv2d, ImplantedOutput
 from smelt.models.program_network import outline_of
 from smelt.models.quantized import QuantizedConv, QuantizedLinear
 from smelt.models.reused_attention import ReusedAttention
@@ -83,7 +84,7 @@ class Projection:
         """The number of weights per (input, output) pair: the kernel size of a convolution, else 1."""
         if isinstance(self.module, QuantizedConv):
             return math.prod(self.module.shape.kernel)
-        return int(self.module.weight[0, 0].numel()) if isinstance(self.module, nn.Conv2d) else 1
+        return int(self.module.weight[0, 0].numel()) if isinstance(self.module, nn.Conv2d | ImplantedConv2d) else 1
 
     @property
     def weight(self) -> Tensor:
@@ -151,6 +152,7 @@ class Part:
     fixed: str | None = None  # why none of the units can be removed
     clipped: bool = False  # values are clipped before the output: no scale or rotation can be moved across
     map_of: int | None = None  # of attention without Q and K: the block whose attention map it uses
+    implant: Any = None  # of a part with a neural implant: the module that computes it
 
     @property
     def name(self) -> str:
@@ -194,9 +196,10 @@ class Block:
         norms: dict[int, tuple[Any, dict[int, Any]]] = {}
         for part in (part for part in self.parts if part.pre_norm is not None):
             _, layers = norms.setdefault(id(part.pre_norm), (part.pre_norm, {}))
-            routers = [] if part.mixture is None else [part.mixture.router]
+            others = [] if part.mixture is None else [part.mixture.router]
+            others += [] if part.implant is None else [part.implant.down]
             layers |= {
-                id(layer): layer for layer in (*routers, *(projection.module for projection in part.input_projections))
+                id(layer): layer for layer in (*others, *(projection.module for projection in part.input_projections))
             }
         return [(norm, list(layers.values())) for norm, layers in norms.values()]
 
@@ -349,19 +352,23 @@ def _block(family: Family, config: Any, residual: Residual, index: int, path: st
             fixed = None
         if attention.map_of is not None or hasattr(attention.owner, "smelt_map_slot"):
             fixed = _SHARED_MAP
-        parts.append(replace(attention, pre_norm=pre_norms[0], clipped=clipped, fixed=fixed))
+        implant = _implant(module, family.attention.output)
+        parts.append(replace(attention, pre_norm=pre_norms[0], clipped=clipped, fixed=fixed, implant=implant))
     if family.experts is not None and has_module(module, family.experts.owner):
         experts = _experts(family.experts, config, index, path, module)
         parts.extend(replace(part, pre_norm=pre_norms[1]) for part in experts)
     else:
         feed_forward = _alternative(family.feed_forward, module)
         if feed_forward is not None:
-            parts.append(replace(_feed_forward(feed_forward, index, path, module), pre_norm=pre_norms[1]))
+            implant = _implant(module, feed_forward.output)
+            part = _feed_forward(feed_forward, index, path, module)
+            parts.append(replace(part, pre_norm=pre_norms[1], implant=implant))
     parts.extend(_channels(family, index, path, module))
     return Block(index, path, module, tuple(parts), _other_layers(family, path, module, parts))
 
 
 _SHARED_MAP = "share their attention map with another layer"
+_IMPLANT = "have a neural implant"
 
 # Small layers that decide where tokens go; rounding them changes more than it saves.
 _ROUTERS = {"gate", "router", "shared_expert_gate", "gating"}
@@ -371,11 +378,18 @@ def _other_layers(family: Family, path: str, block: nn.Module, parts: list[Part]
     """Return the linear layers of a block that belong to no part and can be quantized."""
     in_parts = {projection.path for part in parts for projection in (*part.input_projections, part.output)}
     layers = ((f"{path}.{name}".strip("."), name, module) for name, module in block.named_modules())
+    implants = {
+        layer
+        for part in parts
+        if part.kind != "channels" and part.implant is not None
+        for layer in part.implant.factors
+    }
     return tuple(
         Projection(module, layer_path)
         for layer_path, name, module in layers
         if _is_linear(module)
         and layer_path not in in_parts
+        and module not in implants
         and name not in family.unquantized
         and name.rpartition(".")[2] not in _ROUTERS
     )
@@ -398,7 +412,16 @@ def _alternative(paths: Any, block: nn.Module) -> FeedForwardPaths | None:
 def _projection(
     block: nn.Module, block_path: str, path: str, first_row: int = 0, rows: int | None = None
 ) -> Projection:
-    return Projection(block.get_submodule(path), f"{block_path}.{path}", first_row, rows)
+    module, path = block.get_submodule(path), f"{block_path}.{path}"
+    if isinstance(module, WRAPPERS):
+        module, path = module.base, f"{path}.base"
+    return Projection(module, path, first_row, rows)
+
+
+def _implant(block: nn.Module, output: str) -> ImplantedOutput | None:
+    """Return the implant beside the output projection at this path, if any."""
+    module = block.get_submodule(output) if has_module(block, output) else None
+    return module if isinstance(module, ImplantedOutput) else None
 
 
 def _attention(paths: AttentionPaths, index: int, path: str, block: nn.Module) -> Part:
@@ -535,6 +558,8 @@ def _channel_part(paths: ChannelPaths, index: int, path: str, block: nn.Module) 
         columns_per_unit=1,
         owner=owner,
         norm=block.get_submodule(paths.norm),
+        implant=projection.module if isinstance(projection.module, ImplantedConv2d) else None,
+        fixed=_IMPLANT if isinstance(owner, ImplantedConv2d) or isinstance(output.module, ImplantedConv2d) else None,
     )
 
 

@@ -25,6 +25,7 @@ from smelt.models.config import EXPERT_COUNTS, config_from, read_generation_conf
 from smelt.models.expert_surgery import checked_experts, restore_experts
 from smelt.models.feature_extractor import load_feature_extractor, save_feature_extractor
 from smelt.models.image_processor import ImageProcessor
+from smelt.models.implants import implants_of, restore_implants
 from smelt.models.json_file import read_object
 from smelt.models.kv_cache import KVCacheFormat
 from smelt.models.model import Model
@@ -70,6 +71,7 @@ def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = No
         "shape": anatomy.shape(),
         **({"experts": experts} if (experts := anatomy.expert_shape()) else {}),
         **({"attention_reuse": reused} if (reused := reused_maps(anatomy)) else {}),
+        **({"implants": implants} if (implants := implants_of(anatomy)) else {}),
         **({"program": network.program} if isinstance(network, ProgramNetwork) else {}),
         **({"quantized": {path: layer.scheme.to_json() for path, layer in packed.items()}} if packed else {}),
         **({"tied": tied} if (tied := tied_layers(network)) else {}),
@@ -169,6 +171,8 @@ def shaped_network(folder: Path, content: dict[str, Any] | None = None, device: 
     restore_shape(anatomy, checked_shape(anatomy, shape, folder))
     if "attention_reuse" in content:
         restore_attention_reuse(anatomy_of(network), content["attention_reuse"], str(folder))
+    if "implants" in content:
+        restore_implants(anatomy_of(network), content["implants"], str(folder))
     prepare_quantized_layers(network, content.get("quantized", {}), str(folder))
     tie_layers(network, _tied(content, network, folder))
     if "token_pruning" in content:

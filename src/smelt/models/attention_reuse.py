@@ -44,6 +44,8 @@ def unshareable_reason(leader: Part, part: Part) -> str | None:
         return f"its heads {part.fixed or leader.fixed}"
     if paths.fused:
         return "one layer computes its queries, keys and values"
+    if part.implant is not None:
+        return "it has a neural implant"
     if part.clipped:
         return "its values are clipped"
     if not part.units or not leader.units:

@@ -49,6 +49,8 @@ def keep_units(network: nn.Module, part: Part, keep: Sequence[int]) -> None:
         raise ModelError(f"the {part.kind} of {part.path} {part.fixed}, so none of them can be removed.")
     if not len(keep) and part.attention is not None and not part.attention.removable:
         raise ModelError(f"{part.path} does more than attend: keep at least one of its heads.")
+    if not len(keep) and part.implant is not None:
+        raise ModelError(f"{part.path} has a neural implant: keep at least one of its {part.kind}.")
     index = torch.as_tensor(list(keep), dtype=torch.long, device=part.output.device)
     for module, rows in rows_to_keep(part, index):
         _keep_rows(module, rows)

@@ -22,6 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 from smelt.errors import ModelError
 from smelt.models.anatomy import Anatomy, Block
+from smelt.models.implants import refuse_implants
 from smelt.models.program_network import outline_of
 from smelt.models.quantized_network import replace_module
 from smelt.models.surgery import NoAttention
@@ -249,6 +250,7 @@ def check_token_pruning(anatomy: Anatomy) -> None:
         )
     if token_pruning_of(anatomy.network) is not None:
         raise ModelError("this model drops tokens already; start from the model it was made from.")
+    refuse_implants(anatomy.network, "it reads all tokens of a layer")
 
 
 def install_token_pruning(anatomy: Anatomy, rule: TokenRule) -> TokenPruningEncoder:

@@ -1,7 +1,8 @@
 """The page of `smelt sensitivity`: what each layer, head, group of channels and expert costs to remove.
 
-Its content is a plain dict: `model`, `data`, `samples`, `sample` (what one sample is), `loss`, `channel_groups` and
-`removals` (kind, block, name, index, parameters, increase, error, why_not).
+Its content is a plain dict: `model`, `data`, `samples`, `sample` (what one sample is), `loss`, `channel_groups`,
+`measure` (removal, or hessian with its `probes`) and `removals` (kind, block, name, index, parameters, increase, error,
+why_not).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def render_sensitivity(content: Content) -> str:
         tag("header", tag("h1", title), tag("div", conditions(content), class_="soft")),
         section("Cheapest to remove", table(HEADINGS, cheapest_rows(content)), note(_CHEAPEST_NOTE)),
         *(section(TITLES[kind], _map(content, kind), note(_NOTES[kind])) for kind in kinds),
-        section("How to read this", note(_READING)),
+        section("How to read this", note(_READING if _is_measured(content) else _READING_ESTIMATES)),
         sections.machine(content),
         tag("footer", "Written by Smelt."),
     )
@@ -55,13 +56,27 @@ _READING = (
 )
 
 
+_READING_ESTIMATES = (
+    "Nothing is removed here. Each number estimates the increase of the mean loss without this after the other weights "
+    "have adapted to it: the trace of the Hessian of its weights, divided by twice their number, times their squared "
+    "norm (HAP). Estimates add up, so those of a part are the sum of those of its units; they leave out what units do "
+    "together. A negative one is noise, or a direction in which the loss falls. The standard error is over random "
+    "vectors."
+)
+
+
+def _is_measured(content: Content) -> bool:
+    return content.get("measure", "removal") == "removal"
+
+
 def entries_of(content: Content, kind: str) -> list[Entry]:
     return [removal for removal in content["removals"] if removal["kind"] == kind]
 
 
 def conditions(content: Content) -> str:
     """Say in one line what was measured."""
-    return f"loss {content['loss']:.4f} on {content['samples']} {content['sample']} of {content['data']}"
+    probes = "" if _is_measured(content) else f", Hessian traces with {content['probes']} random vectors each"
+    return f"loss {content['loss']:.4f} on {content['samples']} {content['sample']} of {content['data']}{probes}"
 
 
 def cheapest_rows(content: Content) -> list[list[str]]:

@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 
 from smelt.compression.calibration.gradients import batch_loss
-from smelt.compression.calibration.sensitivity import KINDS, Removal, Sensitivity, measure_sensitivity
-from smelt.errors import DataError
+from smelt.compression.calibration.hessian import hessian_traces
+from smelt.compression.calibration.sensitivity import (
+    KINDS,
+    Removal,
+    Sensitivity,
+    estimate_sensitivity,
+    measure_sensitivity,
+)
+from smelt.errors import DataError, ModelError
 from smelt.measure.cost import count_parameters
 from smelt.models.anatomy import Anatomy, anatomy_of
 from smelt.models.attention_reuse import reuse_attention
@@ -142,3 +149,32 @@ def test_unknown_kinds_and_missing_labels_are_refused() -> None:
     with pytest.raises(DataError, match="needs labels"):
         measure_sensitivity(anatomy, [{"input_ids": torch.ones(1, 4, dtype=torch.int64)}])
     assert len(KINDS) == 5
+
+
+@pytest.mark.parametrize("name", ["bert", "resnet"])
+def test_estimates_are_sums_of_the_units_of_a_part(name: str) -> None:
+    anatomy, batches = anatomy_of(BUILDS[name]()), single(name)
+    result = estimate_sensitivity(anatomy, batches, channel_groups=3, probes=4, seed=5)
+    assert result.loss == pytest.approx(mean_loss(anatomy.network, batches))
+    for part, traces in zip(anatomy.parts, hessian_traces(anatomy, batches, 4, seed=5), strict=True):
+        same = [removal for removal in result.removals if removal.name == part.name]
+        (whole,) = (removal for removal in same if removal.kind == "parts")
+        others = [removal for removal in same if removal.kind != "parts"]
+        assert [each.index for each in others] == list(range(part.units if part.kind == "heads" else 3))
+        assert whole.increase == pytest.approx(float(traces.sensitivity().mean(0).sum()), abs=1e-9)
+        assert sum(each.increase or 0 for each in others) == pytest.approx(whole.increase, abs=1e-9)
+        assert sum(each.parameters for each in others) == whole.parameters
+        assert whole.error == pytest.approx(float(traces.sensitivity().sum(1).std(ddof=1) / 2), abs=1e-9)
+        if part.kind == "heads":
+            assert [each.increase for each in others] == pytest.approx(traces.sensitivity().mean(0).tolist())
+
+
+def test_what_cannot_be_estimated() -> None:
+    anatomy, batches = anatomy_of(BUILDS["bert"]()), single("bert")
+    with pytest.raises(DataError, match="not of experts; use --measure removal"):
+        estimate_sensitivity(anatomy, batches, kinds=["heads", "experts"])
+    for wrong in ({"probes": 1}, {"channel_groups": 0}):
+        with pytest.raises(DataError, match="at least 1 and 2 are needed"):
+            estimate_sensitivity(anatomy, batches, **wrong)
+    with pytest.raises(ModelError, match="has none of: heads"):
+        estimate_sensitivity(anatomy_of(BUILDS["resnet"]()), single("resnet"), kinds=["heads"], probes=2)

@@ -2,6 +2,9 @@
 
 Each is removed alone. Heads and channels are removed by masks of zeros, which compute what the smaller matrices would;
 experts leave with their router rows for as long as the loss is computed; a layer returns its input.
+
+The second measure removes nothing: it estimates the increase of the loss after the other weights have adapted, from
+traces of the Hessian, as HAP does.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from smelt.compression.calibration.gradients import batch_loss
+from smelt.compression.calibration.hessian import hessian_traces
 from smelt.compression.calibration.masks import apply_mask
 from smelt.errors import DataError, ModelError
 from smelt.measure.cost import count_parameters, unit_parameters
@@ -27,6 +31,9 @@ from smelt.progress import NullProgress, Progress
 Batch = dict[str, Tensor]
 LAYERS, PARTS, HEADS, CHANNELS, EXPERTS = "layers", "parts", "heads", "channels", "experts"
 KINDS = (LAYERS, PARTS, HEADS, CHANNELS, EXPERTS)
+HESSIAN_KINDS = (PARTS, HEADS, CHANNELS)
+REMOVAL, HESSIAN = "removal", "hessian"
+MEASURES = (REMOVAL, HESSIAN)
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class Removal:
     index: int | None  # of a head, group or expert
     parameters: int
     increase: float | None  # of the mean loss; None: it cannot be removed
-    error: float | None  # standard error of the increase over samples
+    error: float | None  # standard error of the increase over samples, or over the probes of an estimate
     why_not: str | None = None
 
 
@@ -95,11 +102,62 @@ def measure_sensitivity(
     return Sensitivity(float(base.mean()), len(base), removals)
 
 
-def check_kinds(kinds: Sequence[str]) -> Sequence[str]:
-    """Return the kinds, or raise if one does not exist."""
+def estimate_sensitivity(
+    anatomy: Anatomy,
+    batches: Sequence[Batch],
+    *,
+    kinds: Sequence[str] = HESSIAN_KINDS,
+    channel_groups: int = 4,
+    probes: int = 20,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Sensitivity:
+    """Estimate what removing heads and channels costs, from Hessian traces with so many random probes per sample.
+
+    The same groups of channels as in `measure_sensitivity`, whose costs here add up.
+    """
+    check_kinds(kinds, HESSIAN_KINDS)
+    if channel_groups < 1 or probes < 2:
+        raise DataError(f"{channel_groups} groups of channels and {probes} probes: at least 1 and 2 are needed.")
+    with _plain_loss(anatomy.network):
+        base = _losses(anatomy.network, batches)
+        traces = hessian_traces(anatomy, batches, probes, seed, progress)
+    removals = []
+    for part, estimates in zip(anatomy.parts, (each.sensitivity() for each in traces), strict=True):
+        if part.mixture is not None or not part.units:
+            continue
+        groups = {PARTS: [list(range(part.units))], HEADS: [], CHANNELS: []}
+        if part.kind == "heads":
+            groups[HEADS] = [[unit] for unit in range(part.units)]
+        else:
+            groups[CHANNELS] = _channel_groups(part, channel_groups)
+        removals += [
+            _estimated(part, kind, None if kind == PARTS else index, units, estimates)
+            for kind in kinds
+            for index, units in enumerate(groups[kind])
+        ]
+    if not removals:
+        raise ModelError(f"this {anatomy.family.name} network has none of: {', '.join(kinds)}.")
+    return Sensitivity(float(base.mean()), len(base), removals)
+
+
+def _estimated(part: Part, kind: str, index: int | None, units: Sequence[int], estimates: np.ndarray) -> Removal:
+    """Return the sum of the estimates of some units; `estimates` are [probes, units of the part]."""
+    known = (kind, part.block, part.name, index, len(units) * unit_parameters(part))
+    if kind == HEADS and part.fixed is not None:
+        return Removal(*known, None, None, f"its heads {part.fixed}")
+    sums = estimates[:, list(units)].sum(1)
+    return Removal(*known, float(sums.mean()), float(sums.std(ddof=1) / np.sqrt(len(sums))))
+
+
+def check_kinds(kinds: Sequence[str], known: Sequence[str] = KINDS) -> Sequence[str]:
+    """Return the kinds, or raise if one is not known to the measure."""
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
-        raise DataError(f"there are no {unknown[0]!r:.40} to remove; choose from {', '.join(KINDS)}.")
+        raise DataError(f"there are no {unknown[0]!r:.40} to remove; choose from {', '.join(known)}.")
+    missing = [kind for kind in kinds if kind not in known]
+    if missing:
+        raise DataError(f"Hessian traces are of {', '.join(known)}, not of {missing[0]}; use --measure removal.")
     return kinds
 
 

@@ -3,6 +3,7 @@
 from smelt.compression.distillation import (
     efficientqat,
     feature_losses,
+    finetune,
     integer_qat,
     matquant,
     qail,
@@ -18,6 +19,7 @@ from smelt.compression.distillation import (
 __all__ = [
     "efficientqat",
     "feature_losses",
+    "finetune",
     "integer_qat",
     "matquant",
     "qail",

@@ -58,6 +58,8 @@ from smelt.compression.quantization.layers import LinearLayer, layer_groups
 from smelt.errors import ConfigError, DataError, ModelError, RecipeError
 from smelt.measure.cost import block_parameters, count_bytes
 from smelt.models.anatomy import Anatomy
+from smelt.models.implanted_layers import ImplantedConv2d
+from smelt.models.implants import refuse_implants
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
 from smelt.models.quantized_network import prepare_quantized_layers
@@ -154,9 +156,8 @@ class QuantizationAwareTraining(Method):
         return None
 
     def check(self, anatomy: Anatomy) -> None:
-        if quantized_layers(anatomy.network):
-            raise ModelError("this model is quantized already; train the model it was made from.")
-        refuse_token_pruning(anatomy.network, f"{self.name} trains with all tokens")
+        check_float(self, anatomy)
+        refuse_implants(anatomy.network, "its convolution cannot be quantized", kinds=(ImplantedConv2d,))
         size = self.weights.format.group_size
         for path, columns in self._columns(anatomy).items():
             if size > 0 and columns % size:
@@ -168,8 +169,6 @@ class QuantizationAwareTraining(Method):
                 )
         if not self._columns(anatomy):
             raise ModelError("there is no linear layer or convolution in the blocks of this network to quantize.")
-        if self.intermediates:
-            check_observable(anatomy, self.intermediates)
 
     def reshape(self, anatomy: Anatomy, undecided: Mapping[str, UndecidedWidth]) -> Mapping[str, UndecidedWidth]:
         scheme = packed_scheme(self.weights, self.inputs).to_json()
@@ -325,6 +324,15 @@ class QuantizationAwareTraining(Method):
             checkpoint=CheckpointConfig(every=self.checkpoint_every), device=device.type, compile=self.compile,
             cuda_graphs=self.cuda_graphs and not self.gradient_checkpointing,  # which saves the state of random numbers
         )  # fmt: skip
+
+
+def check_float(method: QuantizationAwareTraining, anatomy: Anatomy) -> None:
+    """Raise if a network cannot be trained with the terms of the loss, whatever is quantized."""
+    if quantized_layers(anatomy.network):
+        raise ModelError("this model is quantized already; train the model it was made from.")
+    refuse_token_pruning(anatomy.network, f"{method.name} trains with all tokens")
+    if method.intermediates:
+        check_observable(anatomy, method.intermediates)
 
 
 def _enable_gradient_checkpointing(network: Any) -> None:

@@ -46,6 +46,7 @@ from smelt.measure.cost import CostMetric, Workload, block_cost, block_parameter
 from smelt.models.anatomy import Anatomy, Part, Projection
 from smelt.models.artifact import has_plain_field
 from smelt.models.families import GUIDE
+from smelt.models.implants import refuse_implants
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
 
@@ -165,6 +166,7 @@ class StructuredPruning(Method):
         if quantized_layers(anatomy.network):
             raise ModelError("this model is already quantized; prune its source model, then quantize the result.")
         if all(part.fixed is not None for part in anatomy.parts):
+            refuse_implants(anatomy.network, "no more channels can be removed from it")
             raise ModelError(
                 f"{self.name} removes heads and channels, and Smelt does not know those of a "
                 f"{anatomy.network.config.model_type} network; quantize it instead (rtn, hqq or gptq), or describe "
@@ -314,7 +316,7 @@ class StructuredPruning(Method):
         max_sparsity = self.max_sparsity if self.max_sparsity is not None else (0.5 if causal else 1.0)
         minimum = part.units - int(np.floor(part.units * max_sparsity + 1e-9))
         ends = causal and part.block in (0, 1, len(anatomy.blocks) - 1)
-        stays = part.attention is not None and not part.attention.removable
+        stays = part.implant is not None or (part.attention is not None and not part.attention.removable)
         return max(minimum, 1 if part.kind == "channels" or ends or stays else 0)
 
     def workload(self, anatomy: Anatomy, context: MethodContext) -> Workload:
@@ -372,20 +374,22 @@ def search_true_cost(
     allowed: float,
     measure: CostMetric,
     workload: Workload,
+    added_cost: Callable[[KeptUnits], float] | None = None,
 ) -> KeptUnits:
     """Return the largest selection by a rule whose true cost is allowed.
 
-    Costs per unit are exact except for convolutions, whose cost depends on neighboring parts: there the budget of the
-    rule is bisected until the true cost fits.
+    Costs per unit are exact except for convolutions, whose cost depends on neighboring parts, and where a selection has
+    an `added_cost` besides its units: there the budget of the rule is bisected until the true cost fits.
     """
     everything = [part.units for part in anatomy.parts]
     units = sum(part.unit_cost * len(part.importance) for part in candidates)
     fixed = cost_with_units(anatomy, everything, measure, workload) - units
 
     def true_cost(choice: KeptUnits) -> float:
-        return cost_with_units(anatomy, [len(kept) for kept in choice], measure, workload)
+        cost = cost_with_units(anatomy, [len(kept) for kept in choice], measure, workload)
+        return cost if added_cost is None else cost + added_cost(choice)
 
-    if all(part.kind != "channels" for part in anatomy.parts):
+    if added_cost is None and all(part.kind != "channels" for part in anatomy.parts):
         return rule(candidates, allowed - fixed)
     best, low, high = None, 0.0, units
     for _ in range(BISECTIONS):
@@ -400,7 +404,9 @@ def search_true_cost(
         else:
             high = middle
     if best is None:
-        raise BudgetError(f"the budget cannot be met: {measure} exceed it with one channel per layer; allow more.")
+        raise BudgetError(
+            f"the budget cannot be met: {measure} exceed it with as few units as layers may keep; allow more."
+        )
     return best
 
 

@@ -40,6 +40,8 @@ from smelt.config import renamed
 from smelt.errors import DataError, FormatError, ModelError, RecipeError
 from smelt.measure.cost import count_bytes
 from smelt.models.anatomy import Anatomy, Block
+from smelt.models.implanted_layers import ImplantedConv2d
+from smelt.models.implants import refuse_implants
 from smelt.models.model import Model
 from smelt.models.quantization_scheme import QuantizationScheme
 from smelt.models.quantized import dequantized_weights, quantized_layers
@@ -167,6 +169,7 @@ class Quantization(Method):
 
     def check(self, anatomy: Anatomy) -> None:
         """Raise, before any work starts, if this network cannot be quantized with these settings."""
+        refuse_implants(anatomy.network, "its convolution cannot be quantized", kinds=(ImplantedConv2d,))
         groups = [group for block in anatomy.blocks for group in layer_groups(block)]
         convolutions = [group for group in groups if group.is_convolution]
         if convolutions and not self.convolutions:

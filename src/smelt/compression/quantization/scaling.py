@@ -104,9 +104,11 @@ def scale_source(block: Block, group: LayerGroup) -> ScaleSource | None:
 
 @torch.no_grad()
 def fold_scale(group: LayerGroup, source: ScaleSource, scale: Tensor) -> None:
-    """Divide the source by a scale, and multiply the group's weights by it. The router of a mixture reads the same
-    channels, so its weight is multiplied too."""
+    """Divide the source by a scale, and multiply the group's weights by it. The router of a mixture and the implant of
+    a part read the same channels, so their weights are multiplied too."""
     source.divide(scale)
+    if group.is_input_group and group.part is not None and group.part.implant is not None:
+        group.part.implant.down.weight.mul_(scale)
     for layer in (*group.layers, *([] if group.router is None else [group.router])):
         layer.weight.copy_(layer.weight * scale)
 

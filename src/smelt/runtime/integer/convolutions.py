@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from smelt.errors import ConversionError
 from smelt.models.batch_norm import BATCH_NORMS
+from smelt.models.implants import refuse_implants
 from smelt.runtime.integer.builder import GraphBuilder, QTensor
 from smelt.runtime.integer.graph import DTYPES, IntegerGraph
 from smelt.runtime.integer.run import Interpreter, add_default_inputs
@@ -78,6 +79,7 @@ def is_convolutional(network: PreTrainedModel) -> bool:
 
 def check_convolutions(network: PreTrainedModel) -> None:
     """Raise if a layer has no integer form, naming it; weights may be on the meta device."""
+    refuse_implants(network, "integer graphs do not compute it")
     for path, module in network.named_modules():
         if not any(True for _ in module.children()) and not isinstance(module, (*_LAYERS, *BATCH_NORMS)):
             raise ConversionError(f"{path}: {type(module).__name__} has no integer form.")

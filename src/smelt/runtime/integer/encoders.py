@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from smelt.errors import ConversionError
 from smelt.models.anatomy import Block, Part, anatomy_of
 from smelt.models.families import family_of
+from smelt.models.implants import refuse_implants
 from smelt.models.token_pruning import refuse_token_pruning
 from smelt.runtime.integer.builder import SCORE_SCALE, GraphBuilder, QTensor
 from smelt.runtime.integer.conversion import (
@@ -66,6 +67,7 @@ _LAYOUTS = {
 def check_encoder(network: PreTrainedModel) -> None:
     """Raise if the network has no integer form, naming operator and layer; weights may be on the meta device."""
     refuse_token_pruning(network, "integer graphs compute all of them")
+    refuse_implants(network, "integer graphs do not compute it")
     kind = network.config.model_type
     if kind not in _LAYOUTS:
         raise ConversionError(
