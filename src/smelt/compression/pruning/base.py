@@ -99,6 +99,10 @@ class StructuredPruning(Method):
             within(self.name, "max_sparsity", self.max_sparsity, 0.0, 1.0)
         if self.seq_len is not None:
             within(self.name, "seq_len", self.seq_len, 1, 1_000_000)
+        if self.budget.measure == "heads":
+            raise RecipeError(
+                f"{self.name} removes heads and channels; give a budget of parameters, macs, bytes or latency."
+            )
         if self.budget.measure == "latency" and self.search_rule != "global":
             raise RecipeError(f"{self.name} cannot search under a latency budget; fisher can.")
 
