@@ -291,6 +291,14 @@ class GatedPruning(Method):
     def targets(self) -> dict[str, float]:
         return {} if self.budget is None else self.budget.to_json()
 
+    def added_parameters(self, anatomy: Anatomy) -> int:
+        """Return minus the parameters that certainly leave, by a budget of heads."""
+        if self.budget is None or self.budget.measure != "heads":
+            return 0
+        parts = gated_parts(anatomy)
+        removed = math.ceil((1 - self.budget.keep) * sum(part.units for part in parts) - 1e-9)
+        return -removed * min(unit_parameters(part) for part in parts)
+
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         trained = 4 * sum(parameter.numel() for parameter in anatomy.network.parameters())
         states = 2 if self.optimizer.name == "adamw" else 1
