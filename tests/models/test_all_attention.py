@@ -11,6 +11,8 @@ import torch
 import yaml
 from torch import Tensor
 
+from smelt.compression.base import MethodContext
+from smelt.compression.methods import METHODS
 from smelt.errors import ModelError
 from smelt.measure.cost import Workload, block_macs, block_parameters, unit_bytes, unit_macs, unit_parameters
 from smelt.models.all_attention import AllAttention, AllAttentionConfig, AllAttentionForCausalLM, encode_distances
@@ -174,6 +176,18 @@ def test_a_pruned_network_is_saved_and_loaded(keep: tuple[list[int], ...], tmp_p
         verify(Model(network), tmp_path)
 
 
+@torch.no_grad()
+def test_other_methods_know_the_persistent_vectors() -> None:
+    """A rotation of values would miss the persistent ones, which the output projection reads too."""
+    model, batch = Model(BUILDS[NAME]()), inputs(NAME)
+    wanted = model.network(**batch).logits
+    assert all(part.values is None for part in model.anatomy.parts)
+    METHODS.build({"method": "rotate"}).apply(model, MethodContext())
+    torch.testing.assert_close(model.network(**batch).logits, wanted, atol=1e-5, rtol=1e-4)
+    with pytest.raises(ModelError, match="a latency budget knows"):
+        METHODS.build({"method": "fisher", "budget": "latency=0.5"}).check(model.anatomy)
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -198,6 +212,8 @@ def test_the_example_trains_such_a_network() -> None:
     assert isinstance(network, AllAttentionForCausalLM)
     spread = float(network.model.layers[0].self_attn.persistent_values.detach().std())
     assert spread == pytest.approx(network.config.hidden_size**-0.5, rel=0.05)
+    assert float(network.model.embed_tokens.weight.detach().std()) == pytest.approx(0.02, rel=0.05)
+    assert not network.model.layers[0].self_attn.content_bias.any()
     ids = torch.arange(64).view(2, 32)
     network(ids, labels=ids).loss.backward()
     assert all(parameter.grad is not None for parameter in network.parameters())

@@ -160,14 +160,9 @@ class AllAttentionPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        std = self.config.initializer_range
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=std)
-        elif isinstance(module, nn.LayerNorm):
-            nn.init.ones_(module.weight)
-            nn.init.zeros_(module.bias)
-        elif isinstance(module, AllAttention):
-            nn.init.normal_(module.position_weight, std=std)
+        super()._init_weights(module)
+        if isinstance(module, AllAttention):
+            nn.init.normal_(module.position_weight, std=self.config.initializer_range)
             nn.init.zeros_(module.content_bias)
             nn.init.zeros_(module.position_bias)
             for vectors in (module.persistent_keys, module.persistent_values):

@@ -175,8 +175,10 @@ class Part:
 
     @property
     def values(self) -> Projection | None:
-        """The value projection of attention; None if its rows are interleaved with those of others, or clipped."""
-        return self.input_projections[2] if len(self.input_projections) == 3 and not self.clipped else None
+        """The value projection of attention; None if its rows are interleaved with those of others, or clipped, or if
+        heads have values of their own besides."""
+        alone = len(self.input_projections) == 3 and not self.clipped and not self.head_parameters
+        return self.input_projections[2] if alone else None
 
     @property
     def token_fraction(self) -> float:

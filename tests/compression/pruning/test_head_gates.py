@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from smelt.compression.allocation.unit_search import KeptUnits
-from smelt.compression.base import MethodContext
+from smelt.compression.base import CalibrationSize, MethodContext
 from smelt.compression.budget import Budget
 from smelt.compression.checkpoint import Checkpoint
 from smelt.compression.methods import METHODS
@@ -28,12 +28,13 @@ from smelt.compression.pruning.head_gates import (
 )
 from smelt.compression.pruning.repair import cut
 from smelt.errors import BudgetError, DataError, ModelError, RecipeError
-from smelt.measure.cost import block_parameters
+from smelt.measure.cost import block_parameters, unit_parameters
 from smelt.models.anatomy import anatomy_of
 from smelt.models.artifact import save_artifact
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.models.surgery import keep_units, scale_units
+from smelt.train.trainer.config import OptimizerConfig
 from smelt.train.trainer.trainer import Trainer
 from tests.tiny import BUILDS, inputs, labeled
 from tests.trained import character_batches, character_model
@@ -323,6 +324,30 @@ def test_an_interrupted_training_ends_with_the_same_weights(tmp_path: Path, monk
 def test_settings_that_cannot_work(step: dict[str, Any], words: str) -> None:
     with pytest.raises(RecipeError, match=words):
         METHODS.build({"method": "head-gates", **step})
+
+
+def test_defaults_are_those_of_the_paper() -> None:
+    method = HeadGates(coefficient=0.02)
+    assert (method.beta, method.initial_logit, method.penalty_warmup, method.epochs) == (0.333, 2.0, 1 / 20, 20.0)
+    assert (method.optimizer.lr, method.schedule.name, method.max_grad_norm) == (1e-4, "constant", 0.5)
+    assert HeadGates(coefficient=0.02, beta=0.01).beta == 0.01
+    assert HeadGates(coefficient=0.02, min_heads=0).min_heads == 0
+
+
+def test_the_plan_counts_states_copies_and_what_leaves() -> None:
+    anatomy, size = anatomy_of(BUILDS["llama"]()), CalibrationSize(samples=8, seq_len=11, batch_size=4)
+    weights = 4 * sum(parameter.numel() for parameter in anatomy.network.parameters())
+    plain = HeadGates(coefficient=0.02, epochs=2).estimate_resources(anatomy, size, None)
+    sgd = HeadGates(coefficient=0.02, epochs=2, optimizer=OptimizerConfig(name="sgd"))
+    taught = HeadGates(coefficient=0.02, epochs=2, teacher="source")
+    assert plain.memory - sgd.estimate_resources(anatomy, size, None).memory == weights
+    assert taught.estimate_resources(anatomy, size, None).memory - plain.memory == weights
+    assert (plain.passes, taught.estimate_resources(anatomy, size, None).passes) == (6, 8)
+    unit = unit_parameters(gated_parts(anatomy)[0])
+    for keep, removed in ((0.5, 3), (0.4, 4)):  # of six KV groups
+        method = HeadGates(budget=Budget("heads", keep))
+        assert method.added_parameters(anatomy) == -removed * unit
+    assert HeadGates(coefficient=0.02).added_parameters(anatomy) == 0
 
 
 def test_other_methods_refuse_a_budget_of_heads() -> None:

@@ -174,6 +174,11 @@ class StructuredPruning(Method):
                 f"{anatomy.network.config.model_type} network; quantize it instead (rtn, hqq or gptq), or describe "
                 f"its family ({GUIDE})."
             )
+        if self.budget.measure == "latency" and any(part.head_parameters for part in anatomy.parts):
+            raise ModelError(
+                f"a latency budget knows the time of plain attention and feed-forward, and {anatomy.family.name} layers "
+                "are neither; give a budget of parameters or macs."
+            )
         self._check_repair(anatomy)
         if self.widths == UNIFORM:
             self._check_uniform(anatomy)

@@ -206,12 +206,11 @@ class GatedPruning(Method):
             raise BudgetError(
                 f"{self.name} removed nothing, as all gates stayed open; raise `coefficient`, `gate_lr` or `epochs`."
             )
-        heads = [part for part in model.anatomy.parts if part.kind == "heads"]
         return {
             "parameters_removed": removed,
             "block_parameters_before": before,
-            "heads_per_layer": [part.units for part in heads],
-            "heads_kept": sum(part.units for part in heads) / sum(part.units for part in parts) if heads else 0.0,
+            "heads_per_layer": [len(kept_units[part.name]) for part in parts],
+            "heads_kept": sum(len(kept_units[part.name]) for part in parts) / sum(part.units for part in parts),
             "gate_logits": [[round(value, 3) for value in gate.logits.tolist()] for gate in gates],
             **facts,
         }
@@ -325,7 +324,7 @@ class GatedPruning(Method):
         student = GatedStudent(model.network, self, teacher, gates, costs)
         device, num_labels = samples.device, getattr(model.network.config, "num_labels", 0)
         task = TrainingTask(
-            student.to(device), train, validation, model.task == "classification" and num_labels > 1,
+            student.to(device), train, validation, model.task in ("classification", "images") and num_labels > 1,
             log_values=student.log_values, on_step=lambda step: student.start_step(target, step, steps),
             saves_model=False,
         )  # fmt: skip
@@ -420,5 +419,7 @@ def _numpy(logits: Tensor) -> np.ndarray:
 
 @torch.no_grad()
 def _logits(model: Model, batch: Batch) -> Tensor:
-    logits: Tensor = model.network(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
+    reads_labels = getattr(model.network.config, "is_encoder_decoder", False)
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels" or reads_labels}
+    logits: Tensor = model.network(**inputs).logits
     return logits.float()
