@@ -17,6 +17,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import CONFIG_MAPPING, PreTrainedModel, PreTrainedTokenizerFast
 
+import smelt.models.config  # noqa: F401  (registers Smelt's own networks with transformers)
+
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY, CONTEXT, IMAGE = 64, 96, 4, 2, 16, 99, 128, 32
 
 # The usual names of sizes, and the tiny values they get where a config has the field.
@@ -202,6 +204,7 @@ DECODERS = (
     Architecture("codegen", fields={"rotary_dim": 8}),
     Architecture("apertus"),
     Architecture("arcee"),
+    Architecture("all_attention", fields={"num_persistent_vectors": 12, "position_size": HIDDEN}),
 )
 ENCODERS = (
     *(Architecture(name, "SequenceClassification") for name in ("bert", "roberta", "distilbert", "mpnet")),

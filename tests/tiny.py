@@ -9,6 +9,8 @@ import torch
 import transformers as hf
 from transformers import PreTrainedModel
 
+from smelt.models.all_attention import AllAttentionConfig, AllAttentionForCausalLM
+
 Build = Callable[[], PreTrainedModel]
 
 ENCODER = {
@@ -72,6 +74,13 @@ BUILDS: dict[str, Build] = {
     "mistral": lambda: build_network(hf.MistralForCausalLM, hf.MistralConfig(**DECODER)),
     "qwen2": lambda: build_network(hf.Qwen2ForCausalLM, hf.Qwen2Config(**NO_HEAD_DIM)),
     "qwen3": lambda: build_network(hf.Qwen3ForCausalLM, hf.Qwen3Config(**DECODER)),
+    "all-attention": lambda: build_network(
+        AllAttentionForCausalLM,
+        AllAttentionConfig(
+            hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_persistent_vectors=6, vocab_size=99,
+            max_position_embeddings=128,
+        ),
+    ),
     "resnet": lambda: build_network(
         hf.ResNetForImageClassification,
         hf.ResNetConfig(embedding_size=8, hidden_sizes=[16, 24], depths=[2, 2], layer_type="basic", num_labels=5),
@@ -82,7 +91,7 @@ BUILDS: dict[str, Build] = {
     ),
 }  # fmt: skip
 
-DECODERS = ("gpt2", "opt", "opt-post-norm", "llama", "llama-tied", "mistral", "qwen2", "qwen3")
+DECODERS = ("gpt2", "opt", "opt-post-norm", "llama", "llama-tied", "mistral", "qwen2", "qwen3", "all-attention")
 IMAGES = ("vit", "resnet", "resnet-bottleneck")
 TRANSFORMERS = tuple(name for name in BUILDS if not name.startswith("resnet"))
 

@@ -13,6 +13,7 @@ import transformers
 
 from smelt.compression.base import METHODS
 from smelt.compression.pruning.expert_pruning import ExpertPruning
+from smelt.compression.pruning.gated import GatedPruning
 from smelt.compression.token_pruning.base import TokenPruning
 from smelt.measure.cost import count_bytes
 from smelt.models.load import load
@@ -70,6 +71,8 @@ def test_every_method_can_be_planned(name: str, place: Place, smelt_here: Smelt,
         character_tokenizer().save_pretrained(model)
     elif name == "finetune":
         content["steps"] = [{"method": name}]
+    elif issubclass(METHODS[name], GatedPruning):
+        content["steps"] = [{"method": name, "budget": {"heads": 0.5}}]
     elif trains:
         quantizer = {"quantizer": "minmax", "weight_format": "int4/row"}
         if name == "matquant":

@@ -35,6 +35,7 @@ from tests.architectures import ARCHITECTURES
 _PRUNED = (
     *("gemma2", "phi3", "gpt_neox", "modernbert", "phi", "deepseek_v3", "lfm2", "gpt_oss", "llama4_text", "albert"),
     *("t5", "whisper", "clip", "swin", "convnext", "wav2vec2", "nemotron", "stablelm", "llava", "deberta-v2", "helium"),
+    "all_attention",
 )
 _QUANTIZED = (*_PRUNED, "mamba", "recurrent_gemma", "falcon", "qwen3_next")
 # Model types of a row for which no tiny network is built above; their modules have the names of a relative.

@@ -31,7 +31,7 @@ _EAGER = ["gemma2", "deepseek_v2", "deepseek_v3", "llama4_text", "cohere2", "lla
 _BACKENDS = {
     **dict.fromkeys(_COMPILED, "compiled-cpu"),
     **dict.fromkeys(_EAGER, "eager"),
-    **dict.fromkeys(["lfm2", "mamba2", "bloom", "codegen"], _OWN_CACHE),
+    **dict.fromkeys(["lfm2", "mamba2", "bloom", "codegen", "all_attention"], _OWN_CACHE),
 }
 
 

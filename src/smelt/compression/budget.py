@@ -8,7 +8,7 @@ from typing import Any
 
 from smelt.errors import RecipeError
 
-MEASURES = ("parameters", "macs", "bytes", "latency")
+MEASURES = ("parameters", "macs", "bytes", "latency", "heads")
 
 
 @dataclass(frozen=True)

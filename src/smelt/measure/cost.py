@@ -78,11 +78,17 @@ def unit_parameters(part: Part) -> int:
         )
     if part.norm is not None:
         total += 2
+    total += _head_parameters(part)
     return total + (
         part.columns_per_unit * (part.output.out_features * part.output.kernel_elements + _rank(part.output))
         if part.units
         else 0
     )
+
+
+def _head_parameters(part: Part) -> int:
+    """Count the parameters of one head that are none of a projection, such as persistent keys and values."""
+    return sum(parameter.shape[1:].numel() for parameter in part.head_parameters)
 
 
 def shared_factors(part: Part) -> int:
@@ -112,7 +118,9 @@ def unit_macs(part: Part, workload: Workload, causal: bool, positions: tuple[int
     projections_and_rows = zip(part.input_projections, part.rows_per_unit, strict=True)
     projections = sum(rows * (projection.in_features + _rank(projection)) for projection, rows in projections_and_rows)
     projections += part.columns_per_unit * (part.output.out_features + _rank(part.output))
+    projections += _head_parameters(part)  # each is multiplied once per token or position
     matmuls = 0 if part.kind != "heads" else 2 if part.map_of is None else 1  # scores and values, or only values
+    matmuls += part.attention is not None and part.attention.relative
     products = matmuls * part.columns_per_unit * tokens * tokens * (0.5 if causal else 1.0)
     return tokens * part.token_fraction * projections + products
 

@@ -170,9 +170,17 @@ class Part:
         return self.columns_per_unit // self.head_dim if self.head_dim else 1
 
     @property
+    def head_parameters(self) -> tuple[nn.Parameter, ...]:
+        """Parameters of attention, other than those of its projections, with one slice per unit: [units, ...]."""
+        names = self.attention.head_parameters if self.attention is not None and self.units else ()
+        return tuple(getattr(self.owner, name) for name in names)
+
+    @property
     def values(self) -> Projection | None:
-        """The value projection of attention; None if its rows are interleaved with those of others, or clipped."""
-        return self.input_projections[2] if len(self.input_projections) == 3 and not self.clipped else None
+        """The value projection of attention; None if its rows are interleaved with those of others, or clipped, or if
+        heads have values of their own besides."""
+        alone = len(self.input_projections) == 3 and not self.clipped and not self.head_parameters
+        return self.input_projections[2] if alone else None
 
     @property
     def token_fraction(self) -> float:

@@ -38,6 +38,9 @@ class AttentionPaths:
     interface: bool = True  # transformers lets us replace its attention function; false: the module has its own
     # One layer computes the queries, key and value of a KV head as adjacent rows, KV head after KV head.
     interleaved: bool = False
+    # Parameters of the owner, other than those of its projections, with one slice per head along their first dimension.
+    head_parameters: tuple[str, ...] = ()
+    relative: bool = False  # queries are also multiplied by a key per relative position
 
     @property
     def fused(self) -> bool:
@@ -187,6 +190,24 @@ _LLAMA = Family(
 
 FAMILIES: tuple[Family, ...] = (
     _LLAMA,
+    replace(
+        _LLAMA,
+        name="all-attention",
+        model_types=("all_attention",),
+        attention=replace(
+            _LLAMA_ATTENTION,
+            interface=False,
+            head_parameters=(
+                *("position_weight", "content_bias", "position_bias"),
+                *("persistent_keys", "persistent_values"),
+            ),
+            relative=True,
+        ),
+        feed_forward=None,
+        config_names={"heads": "num_attention_heads"},
+        norms=("input_layernorm", None),
+        quirks=("persistent keys and values in every head instead of a feed-forward", "relative positions"),
+    ),
     replace(
         _LLAMA,
         name="mixtral",

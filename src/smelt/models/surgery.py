@@ -59,7 +59,7 @@ def keep_units(network: nn.Module, part: Part, keep: Sequence[int]) -> None:
         _keep_norm(part.norm, index)
     _record_kept_units(part, keep)
     if part.attention is not None:
-        _resize_attention(network, part, len(keep))
+        _resize_attention(network, part, index)
     elif not len(keep):
         _replace_empty_output(network, part.output)
 
@@ -159,13 +159,16 @@ def _record_kept_units(part: Part, keep: Sequence[int]) -> None:
     part.owner.smelt_original_units = part.original_units
 
 
-def _resize_attention(network: nn.Module, part: Part, units: int) -> None:
-    """Update everything else in an attention module that depends on the number of heads."""
-    paths, owner = part.attention, part.owner
+def _resize_attention(network: nn.Module, part: Part, index: Tensor) -> None:
+    """Update everything else in an attention module that depends on its heads, of which `index` are kept."""
+    paths, owner, units = part.attention, part.owner, len(index)
     assert paths is not None
     if units == 0:
         _replace_attention(network, part)
         return
+    for name in paths.head_parameters:
+        parameter = getattr(owner, name)
+        setattr(owner, name, _parameter(parameter, parameter.index_select(0, index.to(parameter.device))))
     sizes = {"heads": units * part.heads_per_unit, "kv_heads": units, "width": units * part.columns_per_unit}
     for name, meaning in paths.attributes.items():
         setattr(owner, name, sizes[meaning])

@@ -41,7 +41,8 @@ def test_folding_preserves_the_function(name: str) -> None:
         fold_scale(group, source, random_scale(group, source))
         assert all(not torch.allclose(w, layer.weight) for w, layer in zip(old, group.layers, strict=True))
         folded += 1
-    assert folded == 3 * {True: 1, False: 3}[name in POST_NORM] + 3 * (name in (*GATED, *RELU))
+    norms_and_values = 1 if name in (*POST_NORM, "all-attention") else 3  # which has persistent values and no FFN
+    assert folded == 3 * norms_and_values + 3 * (name in (*GATED, *RELU))
     assert torch.allclose(network(**batch).logits, before, rtol=1e-10, atol=1e-10)
 
 
@@ -49,7 +50,8 @@ def test_folding_preserves_the_function(name: str) -> None:
 def test_fold_target_of_each_group(name: str) -> None:
     results = [None if source is None else source.name for _, source in every_source(anatomy_of(BUILDS[name]()).blocks)]
     norm = None if name in POST_NORM else "norm"
-    assert results == 3 * [norm, "values", norm, "up projection" if name in (*GATED, *RELU) else None]
+    feed_forward = [norm, "up projection" if name in (*GATED, *RELU) else None]
+    assert results == 3 * ([norm, None] if name == "all-attention" else [norm, "values", *feed_forward])
 
 
 def test_grouped_queries_share_the_mean_of_their_scales() -> None:

@@ -100,6 +100,10 @@ class StructuredPruning(Method):
             within(self.name, "max_sparsity", self.max_sparsity, 0.0, 1.0)
         if self.seq_len is not None:
             within(self.name, "seq_len", self.seq_len, 1, 1_000_000)
+        if self.budget.measure == "heads":
+            raise RecipeError(
+                f"{self.name} removes heads and channels; give a budget of parameters, macs, bytes or latency."
+            )
         if self.budget.measure == "latency" and self.search_rule != "global":
             raise RecipeError(f"{self.name} cannot search under a latency budget; fisher can.")
 
@@ -171,6 +175,11 @@ class StructuredPruning(Method):
                 f"{self.name} removes heads and channels, and Smelt does not know those of a "
                 f"{anatomy.network.config.model_type} network; quantize it instead (rtn, hqq or gptq), or describe "
                 f"its family ({GUIDE})."
+            )
+        if self.budget.measure == "latency" and any(part.head_parameters for part in anatomy.parts):
+            raise ModelError(
+                f"a latency budget knows the time of plain attention and feed-forward, and {anatomy.family.name} layers "
+                "are neither; give a budget of parameters or macs."
             )
         self._check_repair(anatomy)
         if self.widths == UNIFORM:

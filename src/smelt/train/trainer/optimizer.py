@@ -25,14 +25,17 @@ _NEVER = 2**31 - 1  # steps
 def build_optimizer(network: nn.Module, train_config: TrainConfig) -> torch.optim.Optimizer:
     """Build the optimizer, without weight decay of norms and biases.
 
-    It is fused unless the loss is scaled: then the scaler decides on the host whether to step.
+    It is fused unless the loss is scaled: then the scaler decides on the host whether to step. A parameter with an
+    attribute `lr_scale` learns at that multiple of the learning rate.
     """
     config = train_config.optimizer
     trainable = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trainable if parameter.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [parameter for parameter in trainable if parameter.ndim <= 1], "weight_decay": 0.0},
-    ]
+    groups: list[dict[str, Any]] = []
+    for scale in sorted({getattr(parameter, "lr_scale", 1.0) for parameter in trainable}):
+        alike = [parameter for parameter in trainable if getattr(parameter, "lr_scale", 1.0) == scale]
+        matrices, others = [p for p in alike if p.ndim > 1], [p for p in alike if p.ndim <= 1]
+        groups.append({"params": matrices, "weight_decay": config.weight_decay, "lr_scale": scale})
+        groups.append({"params": others, "weight_decay": 0.0, "lr_scale": scale})
     groups = [group for group in groups if group["params"]]
     fused = None if train_config.precision in ("fp16", FP8_CHUNKED) else True
     options: dict[str, Any] = (
@@ -58,7 +61,7 @@ def lr_at(step: int, steps: int, lr: float, schedule: ScheduleConfig) -> float:
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:

@@ -1,0 +1,306 @@
+"""Head gates in all-attention networks: perplexity against heads kept, and what each technique does for stability.
+
+    PYTHONPATH=src:benchmarks python benchmarks/head_gates.py [--device cuda] [--jobs 4] [--size medium] [--resume]
+        [--texts tinyshakespeare wikitext2] [--seeds 0 1 2] [--steps 1500] [--prune-steps 600] [--folder FOLDER]
+    PYTHONPATH=src:benchmarks python benchmarks/head_gates.py --smoke --device cpu --jobs 1
+
+An all-attention decoder on bytes is trained once per text and seed with `smelt.train`. Then, from the same weights:
+
+- gates at fixed coefficients: plain (pi = 0, no warmup, no scaling), each of the three techniques alone, two, and all;
+- a budget of heads: gates, and the baselines that choose heads before the training (random, magnitude, Fisher), all
+  trained for the same number of steps on the same windows; all heads with these steps besides.
+
+The score is the loss in nats per held-out byte and its exponential. Every result is saved, loaded again and measured as
+loaded; the loaded network is timed against the one with all heads, in turns. Seeds differ in initialization, order of
+the data, and noise of the gates. Networks are kept below --folder; `--resume` keeps finished rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import math
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from common import previous_rows, shared, table, write
+from qat_runs import Row, add_options, run_cells, train_cells
+
+from smelt.compression.base import MethodContext
+from smelt.compression.distillation.losses import Labels
+from smelt.compression.distillation.samples import Samples
+from smelt.compression.distillation.student import Student
+from smelt.compression.distillation.training_run import process_group, run_training
+from smelt.compression.methods import METHODS
+from smelt.compression.pruning.gated import VALIDATION
+from smelt.config import parse
+from smelt.data import Batch, load_text, text_batches
+from smelt.errors import BudgetError
+from smelt.measure.cost import block_parameters, count_parameters, unit_parameters
+from smelt.measure.latency import compare_latency
+from smelt.measure.perplexity import perplexity
+from smelt.models.artifact import save_artifact
+from smelt.models.load import load
+from smelt.models.model import Model
+from smelt.train.trainer.config import CheckpointConfig, EvaluateConfig, OptimizerConfig, ScheduleConfig, TrainConfig
+from smelt.train.trainer.tasks import TrainingTask
+from smelt.train.trainer.trainer import Trainer
+
+CONTEXT, BATCH_SIZE = 128, 32
+SIZES: dict[str, dict[str, int]] = {
+    "small": {
+        "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8, "num_persistent_vectors": 128,
+    },
+    "medium": {
+        "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "num_persistent_vectors": 256,
+    },
+}  # fmt: skip
+TEXTS = ("tinyshakespeare", "wikitext2")
+PRUNE_LR = 5e-4
+OFF = {"initial_logit": 0.0, "penalty_warmup": 0.0, "scale_output": False}
+ON = {"initial_logit": 2.0, "penalty_warmup": 0.1, "scale_output": True}
+TECHNIQUES: dict[str, tuple[str, ...]] = {
+    "plain gates": (),
+    "warmup": ("penalty_warmup",),
+    "open start": ("initial_logit",),
+    "scaled outputs": ("scale_output",),
+    "warmup, open start": ("penalty_warmup", "initial_logit"),
+    "all three": tuple(ON),
+}
+DENSE, TRAINED_ON, GATES = "all heads", "all heads, trained on", "head-gates"
+BASELINES = ("random", "magnitude", "fisher")
+
+
+def main() -> None:
+    options = read_options()
+    if options.cells is not None:
+        train_cells(options.cells, lambda cell: run_cell(cell, options))
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        options.folder = options.folder or Path(temporary)
+        options.folder.mkdir(parents=True, exist_ok=True)
+        for name in options.texts:
+            write_text(options.folder, name)
+        names = ("size", "steps", "prune_steps", "windows", "limit", "device", "folder")
+        flags = [part for name in names for part in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
+        rows = [] if options.smoke else previous_rows(options.name, options.resume)
+        done = {key(row) for row in rows}
+        dense = [cell for cell in cells(options) if cell["row"] == DENSE]
+        untrained = [
+            cell for cell in dense if not (source(cell, options) / "config.json").exists() or key(cell) not in done
+        ]
+        others = [cell for cell in cells(options) if cell["row"] != DENSE and key(cell) not in done]
+        for missing in (untrained, others):
+            parts = [part for index in range(options.jobs) if (part := missing[index :: options.jobs])]
+            for row in run_cells(__file__, parts, options.jobs, flags):
+                rows = [*(other for other in rows if key(other) != key(row)), row]
+                if not options.smoke:
+                    write(options.name, rows, text(rows, options))
+        if options.smoke:
+            print(text(rows, options))
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, "head_gates", seeds=[0, 1, 2], jobs=4)
+    parser.add_argument("--size", choices=list(SIZES), default="medium")
+    parser.add_argument("--texts", nargs="+", choices=TEXTS, default=list(TEXTS))
+    parser.add_argument("--steps", type=int, default=1500, help="of the network with all heads")
+    parser.add_argument("--prune-steps", type=int, default=600, help="with gates, and of baselines after the cut")
+    parser.add_argument("--windows", type=int, default=8192, help=f"of {CONTEXT} bytes for pruning")
+    parser.add_argument("--limit", type=int, default=65536, help="bytes that are scored")
+    parser.add_argument("--coefficients", type=float, nargs="+", default=[0.01, 0.03])
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.75, 0.5, 0.25], help="shares of the heads")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of the results file")
+    parser.add_argument("--smoke", action="store_true", help="a few steps; no results are written")
+    options = parser.parse_args()
+    if options.smoke:
+        options.size, options.texts, options.seeds = "small", [TEXTS[0]], [0]
+        options.steps, options.prune_steps, options.windows, options.limit = 3, 2, 80, 1024
+        options.coefficients, options.budgets = [0.03], [0.5]
+    return options
+
+
+def cells(options: argparse.Namespace) -> list[Row]:
+    """Return the rows of every text and seed."""
+    kinds: list[Row] = [{"row": DENSE, "setting": "-"}, {"row": TRAINED_ON, "setting": "-"}]
+    kinds += [{"row": name, "setting": f"c={value:g}"} for value in options.coefficients for name in TECHNIQUES]
+    kinds += [{"row": name, "setting": f"heads={value:g}"} for value in options.budgets for name in (GATES, *BASELINES)]
+    return [{"text": name, "seed": seed, **kind} for name in options.texts for seed in options.seeds for kind in kinds]
+
+
+def key(row: Row) -> tuple[str, ...]:
+    return tuple(str(row[name]) for name in ("text", "seed", "row", "setting"))
+
+
+def source(cell: Row, options: argparse.Namespace) -> Path:
+    folder: Path = options.folder / f"{cell['text']}-{options.size}-{options.steps}-{cell['seed']}" / "model"
+    return folder
+
+
+def write_text(folder: Path, name: str) -> None:
+    """Write what is trained on and what is scored."""
+    data = shared() / "data" / name
+    if name == "wikitext2":
+        train, held_out = (gzip.decompress((data / f"{part}.txt.gz").read_bytes()) for part in ("train", "test"))
+    else:
+        plays = gzip.decompress((data / "input.txt.gz").read_bytes())
+        train, held_out = plays[: int(0.9 * len(plays))], plays[int(0.9 * len(plays)) :]
+    (folder / f"{name}-train.txt").write_bytes(train)
+    (folder / f"{name}-held-out.txt").write_bytes(held_out)
+
+
+def run_cell(cell: Row, options: argparse.Namespace) -> Row:
+    torch.set_num_threads(1)
+    folder, begun = source(cell, options), time.monotonic()
+    if cell["row"] == DENSE and not (folder / "config.json").exists():
+        train(folder.parent, cell, options)
+    model = load(folder, device=options.device)
+    facts: Row = {} if cell["row"] == DENSE else prune(model, cell, options)
+    seconds = time.monotonic() - begun
+    with tempfile.TemporaryDirectory() as out:
+        save_artifact(model, Path(out))
+        again = load(out, device=options.device)
+    held_out = load_text(options.folder / f"{cell['text']}-held-out.txt")
+    loss = math.log(perplexity(again, held_out, context=CONTEXT, batch_size=16, limit=options.limit).value)
+    heads = [part.units for part in again.anatomy.parts]
+    all_heads = sum(part.original_units for part in again.anatomy.parts)
+    row = {
+        **cell, "loss": loss, "heads": heads, "heads_kept": sum(heads) / all_heads,
+        "parameters": count_parameters(again.network), "seconds": seconds, **facts,
+    }  # fmt: skip
+    if cell["row"] in (GATES, DENSE):
+        timed = compare_latency(again, load(folder, device=options.device), batch=8, length=CONTEXT)
+        row["latency"] = {
+            "ms": timed.new.median_ms,
+            "speedup": timed.ratio,
+            "low": timed.ratio_low,
+            "high": timed.ratio_high,
+        }
+    return row
+
+
+def train(out: Path, cell: Row, options: argparse.Namespace) -> None:
+    network = {"model_type": "all_attention", "max_position_embeddings": CONTEXT, "dropout": 0.1, **SIZES[options.size]}
+    content = {
+        "model": network,
+        "data": {"train": str(options.folder / f"{cell['text']}-train.txt"), "seq_len": CONTEXT},
+        "batch_size": BATCH_SIZE, "steps": options.steps, "seed": cell["seed"], "max_grad_norm": 1.0,
+        "optimizer": {"lr": 2e-3, "weight_decay": 0.1, "beta2": 0.95}, "gradients": "none",
+        "schedule": {"warmup_steps": 50, "min_lr_ratio": 0.05}, "precision": precision(options),
+        "evaluate": {"samples": 16}, "checkpoint": {"every": None}, "device": options.device.partition(":")[0],
+    }  # fmt: skip
+    device = torch.device(options.device)
+    with process_group(device):
+        Trainer(parse(TrainConfig, content, "the configuration"), out, device, resume=False, resplit=False).train()
+
+
+def precision(options: argparse.Namespace) -> str:
+    return "bf16" if options.device.startswith("cuda") else "off"
+
+
+def prune(model: Model, cell: Row, options: argparse.Namespace) -> Row:
+    """Train with gates and remove heads, or remove heads and train; return facts."""
+    assert model.tokenizer is not None
+    batches = text_batches(
+        load_text(options.folder / f"{cell['text']}-train.txt"), model.tokenizer, samples=options.windows,
+        length=CONTEXT, batch_size=BATCH_SIZE, seed=cell["seed"],
+    )  # fmt: skip
+    heads = sum(part.units for part in model.anatomy.parts)
+    if cell["row"] in TECHNIQUES or cell["row"] == GATES:
+        name, _, value = cell["setting"].partition("=")
+        chosen = ON if name == "heads" else {**OFF, **{each: ON[each] for each in TECHNIQUES[cell["row"]]}}
+        size = {"coefficient": float(value)} if name == "c" else {"budget": cell["setting"]}
+        step = {
+            "method": GATES, **chosen, **size,
+            "epochs": options.prune_steps * BATCH_SIZE / (options.windows * (1 - VALIDATION)),
+            "batch_size": BATCH_SIZE, "optimizer": {"lr": PRUNE_LR}, "precision": precision(options),
+        }  # fmt: skip
+        try:
+            facts = apply(step, model, batches, cell)
+        except BudgetError:  # of a coefficient that closes no gate
+            return {}
+        logits = [value for layer in facts["gate_logits"] for value in layer]
+        return {"gate_logits": facts["gate_logits"], "undecided": sum(abs(value) < 1 for value in logits)}
+    if cell["row"] in BASELINES:
+        part, total = model.anatomy.parts[0], block_parameters(model.anatomy)
+        kept = int(float(cell["setting"].partition("=")[2]) * heads + 0.5)
+        keep = 1 - (heads - kept) * unit_parameters(part) / total + 0.1 / total
+        layer = 1 - 1 / part.units  # one head of each layer stays, as with gates
+        step = {"method": cell["row"], "budget": {"parameters": keep}, "alignment": 1, "max_sparsity": layer}
+        apply(step, model, batches[: 512 // BATCH_SIZE], cell)
+    fine_tune(model, batches, cell, options)
+    return {}
+
+
+def apply(step: Row, model: Model, batches: list[Batch], cell: Row) -> Row:
+    with tempfile.TemporaryDirectory() as work:
+        return METHODS.build(step).apply(model, MethodContext(batches=batches, seed=cell["seed"], folder=Path(work)))
+
+
+def fine_tune(model: Model, batches: list[Batch], cell: Row, options: argparse.Namespace) -> None:
+    """Train as the gates' method does, without gates."""
+    device = torch.device(options.device)
+    samples, validation = Samples.from_batches(batches, device, augment=False, seed=cell["seed"]).split(VALIDATION)
+    student = Student(model.network, (Labels(),), None)
+    config = TrainConfig(
+        model="model", batch_size=BATCH_SIZE, steps=options.prune_steps, seed=cell["seed"], max_grad_norm=0.5,
+        optimizer=OptimizerConfig(lr=PRUNE_LR), schedule=ScheduleConfig(name="constant"), gradients="none",
+        precision=precision(options), device=device.type, evaluate=EvaluateConfig(samples=256),
+        checkpoint=CheckpointConfig(every=None),
+    )  # fmt: skip
+    task = TrainingTask(student, samples, validation, False, saves_model=False)
+    with tempfile.TemporaryDirectory() as work:
+        run_training(
+            task, lambda: config, Path(work) / "training", device, name="training", select="last",
+            progress=MethodContext().progress,
+        )  # fmt: skip
+    model.network.eval()
+
+
+def text(rows: list[Row], options: argparse.Namespace) -> str:
+    order = {(cell["text"], cell["row"], cell["setting"]): number for number, cell in enumerate(cells(options))}
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        groups.setdefault((row["text"], row["row"], row["setting"]), []).append(row)
+    body = []
+    for (name, row_name, setting), same in sorted(groups.items(), key=lambda group: order.get(group[0], 10**6)):
+        losses, kept = [row["loss"] for row in same], [100 * row["heads_kept"] for row in same]
+        timed = [row["latency"] for row in same if "latency" in row]
+        speed = ""
+        if timed:
+            milliseconds, speedup = (statistics.mean(entry[name] for entry in timed) for name in ("ms", "speedup"))
+            speed = f"{milliseconds:.2f} ms, {speedup:.2f}x"
+        body.append([
+            name, row_name, setting, f"{statistics.mean(kept):.0f}", _spread(kept, 0),
+            f"{statistics.mean(losses):.4f}", _spread(losses, 4), f"{math.exp(statistics.mean(losses)):.3f}",
+            " ".join(map(str, same[0]["heads"])), speed,
+        ])  # fmt: skip
+    headings = [
+        *("text", "heads chosen by", "setting", "% of heads", "by seed", "loss", "by seed", "perplexity per byte"),
+        *("heads per layer (first seed)", "forward of 8 windows, against all heads"),
+    ]
+    sizes = ", ".join(
+        f"{value} {name.removeprefix('num_').replace('_', ' ')}" for name, value in SIZES[options.size].items()
+    )
+    missing = len(cells(options)) - len(rows)
+    return (
+        f"# Head gates in all-attention networks\n\nBytes, windows of {CONTEXT}, {sizes}; {options.steps} steps of "
+        f"{BATCH_SIZE} windows (lr 2e-3, cosine, dropout 0.1), then {options.prune_steps} steps (lr {PRUNE_LR:g}) "
+        f"with gates, or after the heads of a baseline are removed. Loss in nats per held-out byte ({options.limit} "
+        f"bytes), measured on the saved network. Techniques: warmup of the penalty over a tenth of the steps, pi = 2 "
+        f"at the start (plain: 0), heads scaled by heads over open heads. Trained on {options.device}."
+        + (f" {missing} rows are missing." if missing > 0 else "")
+        + "\n\n" + table(headings, body)
+    )  # fmt: skip
+
+
+def _spread(values: list[float], digits: int) -> str:
+    return ", ".join(f"{value:.{digits}f}" for value in values)
+
+
+if __name__ == "__main__":
+    main()
