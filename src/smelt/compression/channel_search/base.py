@@ -74,6 +74,7 @@ class ChannelSearch(Method):
     width_lr: float = 1e-3  # of Adam for the logits of the widths; a short search needs 1e-2 or more
     width_weight_decay: float = 1e-3  # of the logits
     channel_multiple: int = 1  # widths are multiples of this; kernels of 2 bits like 32 or 64
+    tolerance: float = 0.05  # by which both costs may fall short of their budgets
     augment: bool = True  # crop and flip images randomly
 
     needs: ClassVar[tuple[str, ...]] = ("calibration data", "labels")
@@ -90,6 +91,7 @@ class ChannelSearch(Method):
         within(self.name, "batch_size", self.batch_size, 2, 1_000_000)
         within(self.name, "width_lr", self.width_lr, 1e-6, 1.0)
         within(self.name, "width_weight_decay", self.width_weight_decay, 0.0, 1.0)
+        within(self.name, "tolerance", self.tolerance, 0.0, 0.5)
         within(self.name, "channel_multiple", self.channel_multiple, 1, 1024)
 
     @property
@@ -241,10 +243,6 @@ class ChannelSearchRun:
         first, epochs = self._load(), self.method.epochs
         for epoch in self._track(range(first, epochs)):
             loss = self._train_epoch(epoch)
-            if not math.isfinite(loss):
-                raise DivergenceError(
-                    f"the loss of epoch {epoch + 1} of {self.method.name} is not finite; lower the learning rate."
-                )
             expanded = self.method.expand(self, epoch)
             facts = {
                 "epoch": epoch + 1, "loss": loss, "expanded": expanded,
@@ -262,20 +260,44 @@ class ChannelSearchRun:
         }
 
     def fit_budgets(self) -> list[int]:
-        """Return the most probable candidates, some narrowed until both budgets are met: those that lose the least
-        probability for what they save of the measures that are exceeded."""
+        """Return the most probable candidates that meet both budgets and come near to one.
+
+        Starting from the most probable ones, parts are narrowed until both budgets are met, or widened while neither is
+        nearly used: always the part that loses least probability for the cost it changes.
+        """
         positions = [choice.best for choice in self.choices]
-        logs = [choice.probabilities.log().tolist() for choice in self.choices]
-        while exceeded := self._exceeded(positions):
-            prices = {}
-            for index, position in enumerate(positions):
-                if position == 0:
-                    continue
-                narrowed = [*positions[:index], position - 1, *positions[index + 1 :]]
-                saved = sum(self.share(measure, positions) - self.share(measure, narrowed) for measure in exceeded)
-                prices[index] = (logs[index][position] - logs[index][position - 1]) / saved
-            positions[min(prices, key=prices.__getitem__)] -= 1
+        while exceeded := [measure for measure in MEASURES if self.share(measure, positions) > self._keep(measure)]:
+            positions = self._moved(positions, -1, exceeded)
+        while self.is_small(positions):
+            widened = self._moved(positions, 1, MEASURES)
+            if widened == positions:
+                break
+            positions = widened
         return positions
+
+    def is_small(self, positions: Sequence[int]) -> bool:
+        """Return whether both costs are below the budgets by more than the tolerance."""
+        near = 1 - self.method.tolerance
+        return all(self.share(measure, positions) < near * self._keep(measure) for measure in MEASURES)
+
+    def _moved(self, positions: list[int], step: int, measures: Sequence[str]) -> list[int]:
+        """Return the candidates with one part a step narrower, or wider within the budgets; the same if none can be."""
+        best, lowest = positions, math.inf
+        for index, choice in enumerate(self.choices):
+            moved = [*positions[:index], positions[index] + step, *positions[index + 1 :]]
+            if not 0 <= moved[index] < choice.count:
+                continue
+            if step > 0 and any(self.share(measure, moved) > self._keep(measure) for measure in MEASURES):
+                continue
+            change = sum(abs(self.share(measure, moved) - self.share(measure, positions)) for measure in measures)
+            logs = choice.probabilities.log().tolist()
+            price = (logs[positions[index]] - logs[moved[index]]) / change
+            if price < lowest:
+                best, lowest = moved, price
+        return best
+
+    def _keep(self, measure: str) -> float:
+        return self.method.budgets[measure]
 
     def derive(self, positions: Sequence[int]) -> dict[str, list[int]]:
         """Replace the supernet by a plain network with these candidates; return the width of each part, and before."""
@@ -284,10 +306,6 @@ class ChannelSearchRun:
         self.model.network.eval()
         widths = [choice.candidates[position] for choice, position in zip(self.choices, positions, strict=True)]
         return {choice.name: [choice.before, width] for choice, width in zip(self.choices, widths, strict=True)}
-
-    def _exceeded(self, positions: Sequence[int]) -> list[str]:
-        budgets = self.method.budgets.items()
-        return [measure for measure, keep in budgets if self.share(measure, positions) > keep]
 
     def _prepare(self) -> None:
         """Build the supernet and both optimizers; quantizers are initialized on the first batch."""
@@ -322,7 +340,10 @@ class ChannelSearchRun:
         for step in range(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch):
             set_lr(self.optimizer, lr_at(step, steps, self.method.optimizer.lr, self.method.schedule))
             losses.append(self.train_weights(step))
-            self.train_widths(step)
+            if not bool(self.train_widths(step).isfinite()):
+                raise DivergenceError(
+                    f"the loss of {self.method.name} is not finite in epoch {epoch + 1}; lower the learning rate."
+                )
         return float(torch.stack(losses).mean())
 
     def train_weights(self, step: int) -> Tensor:

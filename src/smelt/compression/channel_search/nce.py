@@ -12,7 +12,8 @@ one. With a threshold of 1 nothing grows, as in TAS.
 
 The paper's threshold and step of expansion are not published; those here are ours. So are three details: the channels
 of a part are sorted before the search, so that narrow candidates start with those that contribute most; a penalty asks
-for more of a measure only while neither budget binds; and widths that still exceed a budget at the end are narrowed.
+for more of a measure only while neither budget binds; and what still exceeds the budgets at the end is narrowed, or
+widened if it falls short of both.
 """
 
 from __future__ import annotations
@@ -50,7 +51,6 @@ class Nce(ChannelSearch):
     initial_temperature: float = 5.0  # of the Gumbel softmax
     final_temperature: float = 0.1  # it falls to this as a cosine
     cost_weight: float = 2.0  # of the penalties of MACs and parameters
-    tolerance: float = 0.05  # by which a network may fall short of the budgets without a penalty
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,7 +63,6 @@ class Nce(ChannelSearch):
         within(self.name, "initial_temperature", self.initial_temperature, 0.01, 100.0)
         within(self.name, "final_temperature", self.final_temperature, 0.01, 100.0)
         within(self.name, "cost_weight", self.cost_weight, 0.0, 1000.0)
-        within(self.name, "tolerance", self.tolerance, 0.0, 0.5)
 
     def candidates(self, units: int) -> tuple[list[int], list[int]]:
         multiple = self.channel_multiple
@@ -82,12 +81,13 @@ class Nce(ChannelSearch):
         run.supernet.sample(self.temperature(progress), SAMPLED, run.generator(step))
 
     def width_loss(self, run: ChannelSearchRun, loss: Tensor) -> Tensor:
-        shares = {measure: run.best_share(measure) / keep for measure, keep in self.budgets.items()}
-        is_small = all(share < 1 - self.tolerance for share in shares.values())
+        best = [choice.best for choice in run.choices]
+        is_small = run.is_small(best)
         for measure, keep in self.budgets.items():
-            if shares[measure] > 1 or is_small:
+            is_large = run.share(measure, best) > keep
+            if is_large or is_small:
                 penalty = (run.expected_share(measure) / keep).log()
-                loss = loss + self.cost_weight * (penalty if shares[measure] > 1 else -penalty)
+                loss = loss + self.cost_weight * (penalty if is_large else -penalty)
         return loss
 
     def expand(self, run: ChannelSearchRun, epoch: int) -> list[str]:
