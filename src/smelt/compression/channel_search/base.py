@@ -195,7 +195,8 @@ class ChannelSearchRun:
         self.halves = samples.split(0.5)  # of the weights, and of the widths
         model.network.float().to(self.device).eval()
         anatomy = model.anatomy
-        workload = Workload(image_size=samples.tensors["pixel_values"].shape[-1])
+        size = getattr(anatomy.network.config, "image_size", None) or samples.tensors["pixel_values"].shape[-1]
+        workload = Workload(image_size=size)
         self.terms: dict[str, list[CostTerm]] = {
             "macs": convolution_cost_terms(anatomy, "macs", workload),
             "parameters": convolution_cost_terms(anatomy, "parameters", workload),
@@ -254,7 +255,8 @@ class ChannelSearchRun:
             self._save(epoch + 1)
         history = self._history
         return {
-            "search_curve": history,
+            "search": history,
+            "loss_curve": [[entry["epoch"] * self.steps_per_epoch, entry["loss"]] for entry in history],
             "final_loss": history[-1]["loss"],
             "expansions": sum(len(entry["expanded"]) for entry in history),
         }
@@ -403,8 +405,8 @@ class ChannelSearchRun:
         for name, optimizer in self._optimizers().items():
             state: dict[int, dict[str, Any]] = {}
             for key, tensor in _inside(saved, f"{name}.").items():
-                index, _, entry = key.partition(".")
-                state.setdefault(int(index), {})[entry] = tensor
+                number, _, entry = key.partition(".")
+                state.setdefault(int(number), {})[entry] = tensor
             optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
         for index, choice in enumerate(self.choices):
             choice.count = int(saved["counts"][index])
