@@ -333,7 +333,7 @@ def test_widths_beyond_a_budget_are_narrowed(macs: float, parameters: float) -> 
 def test_without_expansion_the_search_ends_near_its_budget() -> None:
     """The most probable networks of the last epochs; with few layers, the steps between networks are large."""
     _, facts = search(threshold=1.0, budget={"macs": 0.7}, epochs=8, width_lr=0.1, batches=images(128))
-    last = [entry["macs"] for entry in facts["search"][4:]]
+    last = [share for _, share in facts["macs_kept_curve"][4:]]
     assert facts["expansions"] == 0 and abs(sum(last) / 4 - 0.7) < 0.08
     assert 0.6 < facts["macs_kept"] <= 0.7
     assert all(width <= before for before, width in facts["widths"].values())
@@ -392,7 +392,7 @@ def test_layers_get_larger_candidates_and_both_budgets_are_kept() -> None:
     assert facts["parameters_kept"] <= 0.95
     assert facts["parameters_removed"] == before["parameters"] - after["parameters"]
     assert [part.units for part in model.anatomy.parts] == [width for _, width in facts["widths"].values()]
-    assert [entry["epoch"] for entry in facts["search"]] == list(range(1, 7))
+    assert [step for step, _ in facts["parameters_kept_curve"]] == [2, 4, 6, 8, 10, 12]
     assert not any(isinstance(module, SearchedConvolution) for module in model.network.modules())
     assert all(parameter.grad is None for parameter in model.network.parameters())
 
@@ -446,9 +446,8 @@ def test_dtypes_are_kept_and_training_lowers_the_loss() -> None:
     batches = [{**batch, "pixel_values": batch["pixel_values"].float()} for batch in images()]
     facts = build(epochs=6).apply(model, MethodContext(batches=batches, seed=1))
     assert {parameter.dtype for parameter in model.network.parameters()} == {torch.bfloat16}
-    losses = [entry["loss"] for entry in facts["search"]]
+    losses = [loss for _, loss in facts["loss_curve"]]
     assert losses[-1] < 0.9 * losses[0] and facts["final_loss"] == losses[-1]
-    assert facts["loss_curve"] == [[4 * (index + 1), loss] for index, loss in enumerate(losses)]
 
 
 # --- bad input ---

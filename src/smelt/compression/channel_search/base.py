@@ -244,21 +244,20 @@ class ChannelSearchRun:
         first, epochs = self._load(), self.method.epochs
         for epoch in self._track(range(first, epochs)):
             loss = self._train_epoch(epoch)
-            expanded = self.method.expand(self, epoch)
             facts = {
-                "epoch": epoch + 1, "loss": loss, "expanded": expanded,
-                **{measure: self.best_share(measure) for measure in MEASURES},
-                "widths": [choice.candidates[choice.best] for choice in self.choices],
-            }  # fmt: skip
+                "step": (epoch + 1) * self.steps_per_epoch,
+                "loss": loss,
+                "expansions": len(self.method.expand(self, epoch)),
+                **{f"{measure}_kept": self.best_share(measure) for measure in MEASURES},
+            }
             self.context.checkpoint.save_facts(f"epoch-{epoch}", facts)
             self._history.append(facts)
             self._save(epoch + 1)
-        history = self._history
+        curves = ("loss", *(f"{measure}_kept" for measure in MEASURES))
         return {
-            "search": history,
-            "loss_curve": [[entry["epoch"] * self.steps_per_epoch, entry["loss"]] for entry in history],
-            "final_loss": history[-1]["loss"],
-            "expansions": sum(len(entry["expanded"]) for entry in history),
+            "final_loss": self._history[-1]["loss"],
+            "expansions": sum(entry["expansions"] for entry in self._history),
+            **{f"{name}_curve": [[entry["step"], entry[name]] for entry in self._history] for name in curves},
         }
 
     def fit_budgets(self) -> list[int]:
