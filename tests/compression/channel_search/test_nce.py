@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from smelt.compression.base import METHODS, Batch, MethodContext
+from smelt.compression.base import METHODS, Batch, CalibrationSize, MethodContext
 from smelt.compression.channel_search.base import ChannelSearchRun
 from smelt.compression.channel_search.nce import Nce
 from smelt.compression.channel_search.supernet import SearchedConvolution, SearchedNorm, interpolate_channels
@@ -23,6 +23,8 @@ from smelt.compression.checkpoint import Checkpoint
 from smelt.compression.distillation.fake_quantize import fake_quantized_layers, init_activations, prepare
 from smelt.compression.distillation.quantizers.sawb import Sawb
 from smelt.compression.methods import channel_search  # noqa: F401  (puts the method on the list)
+from smelt.compression.recipe.recipe import Recipe
+from smelt.compression.recipe.step_checks import check_steps
 from smelt.errors import BudgetError, DataError, DivergenceError, ModelError, RecipeError
 from smelt.models.anatomy import anatomy_of
 from smelt.models.artifact import load_artifact, save_artifact
@@ -463,6 +465,16 @@ def test_dtypes_are_kept_and_training_lowers_the_loss() -> None:
         ({"choices": [0.5, 1.0, 1.5]}, "largest is 1"),
         ({"threshold": 1.5}, "threshold"),
         ({"max_width": 0.5}, "max_width"),
+        ({"max_width": 9.0}, "max_width"),
+        ({"step": 0.001}, "step"),
+        ({"expand_until": 1.5}, "expand_until"),
+        ({"initial_temperature": 0.0}, "initial_temperature"),
+        ({"final_temperature": 1000.0}, "final_temperature"),
+        ({"cost_weight": -1.0}, "cost_weight"),
+        ({"tolerance": 0.6}, "tolerance"),
+        ({"width_lr": 0.0}, "width_lr"),
+        ({"width_weight_decay": -1.0}, "width_weight_decay"),
+        ({"channel_multiple": 0}, "channel_multiple"),
         ({"epochs": 0}, "epochs"),
         ({"batch_size": 1}, "batch_size"),
     ],
@@ -497,3 +509,29 @@ def test_the_defaults_are_those_of_the_card() -> None:
     assert METHODS.build("nce", budget="parameters=0.7", second_budget="macs=0.9").targets() == {
         "macs": 0.9, "parameters": 0.7,
     }  # fmt: skip
+
+
+def test_later_steps_know_what_is_certain_about_the_widths() -> None:
+    """Groups of 4 divide multiples of 4 only; what to do is said before the run."""
+    step, settings = {"method": "gptq", "bits": 4, "group_size": 8}, {**FAST, "method": "nce", "channel_multiple": 4}
+    with pytest.raises(RecipeError, match=r"use `channel_multiple: 8` in nce, or `allow_partial_group: true`"):
+        check_steps(BUILDS["resnet"](), Recipe.parse({"steps": [settings, step]}))
+    check_steps(BUILDS["resnet"](), Recipe.parse({"steps": [settings, {**step, "group_size": 4}]}))
+    check_steps(BUILDS["resnet"](), Recipe.parse({"steps": [{**settings, "channel_multiple": 8}, step]}))
+
+
+def test_the_estimate_grows_with_the_largest_candidate_and_the_epochs() -> None:
+    anatomy, size = anatomy_of(BUILDS["resnet"]()), CalibrationSize(64, 1, 16)
+    narrow, wide = (build(max_width=width).estimate_resources(anatomy, size, None) for width in (1.0, 2.0))
+    assert wide.memory == pytest.approx(2 * narrow.memory) and narrow.memory > 3 * 4 * 27_984
+    assert build(epochs=8).estimate_resources(anatomy, size, None).passes == 2 * wide.passes > 0
+
+
+def test_a_network_in_host_memory_is_searched_on_the_device_of_the_context() -> None:
+    context = MethodContext(batches=images(64), device=torch.device("cpu"))
+    run = ChannelSearchRun(build(), Model(BUILDS["resnet"]()), context)
+    assert (
+        run.device
+        == torch.device("cpu")
+        == ChannelSearchRun(build(), Model(BUILDS["resnet"]()), MethodContext(batches=images(64))).device
+    )
