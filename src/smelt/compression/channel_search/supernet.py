@@ -35,18 +35,17 @@ def interpolate_channels(x: Tensor, channels: int) -> Tensor:
     """
     if x.shape[1] == channels:
         return x
-    matrix = _pooling_matrix(x.shape[1], channels).to(x.device, x.dtype, non_blocking=True)
-    return F.conv2d(x, matrix[:, :, None, None])
+    return F.conv2d(x, _pooling_matrix(x.shape[1], channels, x.device).to(x.dtype)[:, :, None, None])
 
 
 @lru_cache(maxsize=4096)
-def _pooling_matrix(inputs: int, outputs: int) -> Tensor:
+def _pooling_matrix(inputs: int, outputs: int, device: torch.device) -> Tensor:
     """Return the matrix [outputs, inputs] of adaptive average pooling."""
     matrix = torch.zeros(outputs, inputs)
     for row in range(outputs):
         start, stop = row * inputs // outputs, -(-(row + 1) * inputs // outputs)
         matrix[row, start:stop] = 1 / (stop - start)
-    return matrix
+    return matrix.to(device)
 
 
 class WidthChoice:
@@ -118,7 +117,7 @@ class SearchedConvolution(FakeQuantizedLayer):
             x = self._fake_quantize_inputs(x.float()).to(x.dtype)
         assert self.shape is not None
         rows = self.shape.out_channels if self.choice is None else self.choice.widest
-        shape = replace(self.shape, out_channels=rows, in_channels=x.shape[1])
+        shape = replace(self.shape, out_channels=rows)
         weight = shape.to_matrix(self.layer.weight[:rows, : x.shape[1]])
         weight = self.weights.fake_quantize(weight, dict(self.weight_learned.items())).to(x.dtype)
         bias = None if self.layer.bias is None else self.layer.bias[:rows]
