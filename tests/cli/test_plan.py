@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from smelt.compression.base import METHODS
+from smelt.compression.channel_search.base import ChannelSearch
 from smelt.compression.pruning.expert_pruning import ExpertPruning
 from smelt.compression.pruning.gated import GatedPruning
 from smelt.compression.token_pruning.base import TokenPruning
@@ -20,6 +21,7 @@ from smelt.models.load import load
 from tests.character_tokenizer import character_tokenizer
 from tests.cli.conftest import Forked, Place, Smelt, bert_recipe, llama_recipe
 from tests.mixtures import saved
+from tests.tiny import BUILDS
 
 SIZES = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 768}
 
@@ -73,6 +75,9 @@ def test_every_method_can_be_planned(name: str, place: Place, smelt_here: Smelt,
         content["steps"] = [{"method": name}]
     elif issubclass(METHODS[name], GatedPruning):
         content["steps"] = [{"method": name, "budget": {"heads": 0.5}}]
+    elif issubclass(METHODS[name], ChannelSearch):
+        model, content = str(tmp_path / "resnet"), llama_recipe(place, method=name, budget={"macs": 0.9})
+        BUILDS["resnet"]().save_pretrained(model)
     elif trains:
         quantizer = {"quantizer": "minmax", "weight_format": "int4/row"}
         if name == "matquant":
@@ -85,7 +90,9 @@ def test_every_method_can_be_planned(name: str, place: Place, smelt_here: Smelt,
     assert done.code == 0, done
     (step,) = json.loads((tmp_path / "r.json").read_text())["steps"]
     assert step["method"] == name
-    if removes:
+    if issubclass(METHODS[name], ChannelSearch):
+        assert step["budget"] == {"macs": 0.9, "parameters": 1.0}
+    elif removes:
         assert step["budget"] == content["steps"][0]["budget"]
     else:
         assert step["budget"].keys() == (set() if name in ("attention-reuse", "finetune") else {"bits"})

@@ -7,7 +7,7 @@ import torch
 
 from smelt.compression.calibration.masks import masked, unit_masks
 from smelt.models.anatomy import anatomy_of
-from smelt.models.surgery import keep_units, restore_shape, scale_units
+from smelt.models.surgery import keep_units, restore_shape, scale_units, widen_channels
 from tests.tiny import BUILDS, DECODERS, TRANSFORMERS, inputs
 
 
@@ -53,6 +53,28 @@ def test_sliced_equals_masked(name: str) -> None:
     assert sum(p.numel() for p in network.parameters()) < before
     assert (network(**inputs(name)).logits - expected).abs().max() < 1e-5
     assert [part.units for part in anatomy_of(network).parts] == [int((m != 0).sum()) for m in masks]
+
+
+@pytest.mark.parametrize("name", ["resnet", "resnet-bottleneck"])
+@torch.no_grad()
+def test_channels_that_are_added_start_as_new_filters(name: str) -> None:
+    """What they compute is added; without the columns that read them, the network computes what it did before."""
+    torch.manual_seed(0)
+    network = BUILDS[name]()
+    keep_units(network, anatomy_of(network).parts[0], range(1, anatomy_of(network).parts[0].units))
+    expected, before = network(**inputs(name)).logits, [part.units for part in anatomy_of(network).parts]
+    for index, units in enumerate(before):
+        widen_channels(anatomy_of(network).parts[index], units + 50)
+    parts = anatomy_of(network).parts
+    assert [part.units for part in parts] == [units + 50 for units in before]
+    assert parts[0].original_units == before[0] + 1 and parts[0].kept == tuple(range(1, before[0] + 51))
+    assert (network(**inputs(name)).logits - expected).abs().max() > 1e-4
+    for part, units in zip(parts, before, strict=True):
+        filters = part.input_projections[0].weight[units:, :8]
+        assert float(filters.std()) == pytest.approx((2 / (units * filters[0, 0].numel())) ** 0.5, rel=0.2)
+        assert part.norm.running_var[units:].eq(1).all() and part.norm.weight[units:].eq(1).all()
+        part.output.weight[:, units:] = 0
+    assert (network(**inputs(name)).logits - expected).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -208,17 +208,41 @@ def channel_positions(anatomy: Anatomy, workload: Workload) -> list[tuple[int, i
 
 def _convolution_cost(anatomy: Anatomy, counts: Sequence[int], measure: CostMetric, workload: Workload) -> float:
     """Compute the cost per convolution: adjacent parts share one, so costs per unit would count it twice."""
-    outputs = {id(p.input_projections[0].module): count for p, count in zip(anatomy.parts, counts, strict=True)}
-    inputs = {id(p.output.module): count for p, count in zip(anatomy.parts, counts, strict=True)}
+    return float(evaluate_cost(convolution_cost_terms(anatomy, measure, workload), counts))
+
+
+@dataclass(frozen=True)
+class CostTerm:
+    """A coefficient that is multiplied by the units of each of these parts, given by their positions."""
+
+    coefficient: float
+    parts: tuple[int, ...] = ()
+
+
+def convolution_cost_terms(anatomy: Anatomy, measure: CostMetric, workload: Workload) -> list[CostTerm]:
+    """Return the cost of a network of convolutions as a sum of terms in the units of its parts."""
+    outputs = {id(part.input_projections[0].module): index for index, part in enumerate(anatomy.parts)}
+    inputs = {id(part.output.module): index for index, part in enumerate(anatomy.parts)}
     positions = _output_positions(anatomy, workload) if measure == "macs" else {}
-    total = 0.0 if measure == "macs" else float(block_parameters(anatomy))
+    size = anatomy.parts[0].output.weight.element_size() if measure == "bytes" else 1
+    rest = 0.0 if measure == "macs" else float(block_parameters(anatomy))  # what no term below covers
+    terms = []
     for module in (m for block in anatomy.blocks for m in block.module.modules() if isinstance(m, _CONVOLUTIONS)):
         rows, columns, *kernel = _weight_shape(module)
-        size = outputs.get(id(module), rows) * inputs.get(id(module), columns) * math.prod(kernel)
-        total += size * positions[id(module)] if measure == "macs" else size - rows * columns * math.prod(kernel)
-    if measure != "macs":  # the norms of the removed channels
-        total -= sum(2 * (part.units - count) for part, count in zip(anatomy.parts, counts, strict=True))
-    return total if measure != "bytes" else total * anatomy.parts[0].output.weight.element_size()
+        rest -= 0.0 if measure == "macs" else rows * columns * math.prod(kernel)
+        coefficient = math.prod(kernel) * (positions[id(module)] if measure == "macs" else size)
+        parts = tuple(index[id(module)] for index in (outputs, inputs) if id(module) in index)
+        coefficient *= (1 if id(module) in outputs else rows) * (1 if id(module) in inputs else columns)
+        terms.append(CostTerm(float(coefficient), parts))
+    if measure != "macs":  # the norms of the channels
+        terms += [CostTerm(2.0 * size, (index,)) for index in range(len(anatomy.parts))]
+        rest -= sum(2 * part.units for part in anatomy.parts)
+    return [*terms, CostTerm(rest * size)]
+
+
+def evaluate_cost(terms: Sequence[CostTerm], counts: Sequence[Any]) -> Any:
+    """Return the sum of the terms with `counts` units in each part: numbers, or tensors [] to differentiate."""
+    return sum(term.coefficient * math.prod(counts[part] for part in term.parts) for term in terms)
 
 
 def _weight_shape(convolution: nn.Module) -> tuple[int, ...]:

@@ -41,6 +41,7 @@ from smelt.models.weights import TensorHeader, read_headers, read_safetensors
 from smelt.version import __version__
 
 FORMAT = 2
+MAX_EXPANSION = 16  # times the channels that a convolution block had
 _TEXT_CONFIG = "text_config"
 _OLD_FORMAT = 1  # calls the part kind "ffn_channels" "filters"
 
@@ -230,7 +231,7 @@ def checked_shape(anatomy: Anatomy, shape: Any, folder: Path) -> list[dict[str, 
         fits = (
             isinstance(units, int)
             and isinstance(original, int)
-            and 0 <= units <= original
+            and 0 <= units <= _most_units(parts[entry["part"]], original)
             and current in (units, original)
         )
         if fits and kept is not None:
@@ -239,6 +240,11 @@ def checked_shape(anatomy: Anatomy, shape: Any, folder: Path) -> list[dict[str, 
         if not fits:
             raise ModelError(f"{folder}: the shape of {entry['part']} in smelt.json does not fit this network.")
     return shape
+
+
+def _most_units(part: Part, original: int) -> int:
+    """Return how many units a part may have; channels can be added, too."""
+    return original * (MAX_EXPANSION if part.kind == "channels" else 1)
 
 
 def check_shapes(network: nn.Module, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Surgery: physically remove units, so that the matrices get smaller and no mask is needed.
+"""Surgery: physically remove units, so that the matrices get smaller and no mask is needed; channels can be added.
 
 Everything also works on the meta device, which is how a saved shape is restored before its weights are loaded.
 """
@@ -6,6 +6,7 @@ Everything also works on the meta device, which is how a saved shape is restored
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,6 +65,31 @@ def keep_units(network: nn.Module, part: Part, keep: Sequence[int]) -> None:
         _replace_empty_output(network, part.output)
 
 
+def widen_channels(part: Part, units: int) -> None:
+    """Add channels to a part of a convolution block: filters are initialized as before training, norms to identity."""
+    added = units - part.units
+    kept, original = part.kept, part.original_units
+    for projection, dimension in ((part.input_projections[0], 0), (part.output, 1)):
+        module, weight = projection.module, projection.module.weight
+        shape = list(weight.shape)
+        shape[dimension] = added
+        module.weight = _parameter(weight, torch.cat([weight, _new_filters(weight, shape)], dimension))
+    projection, output = part.input_projections[0].module, part.output.module
+    if projection.bias is not None:
+        projection.bias = _parameter(projection.bias, _pad(projection.bias, added, 0.0))
+    _set_size(projection, ("out_channels",), units)
+    _set_size(output, ("in_channels",), units)
+    norm = part.norm
+    norm.weight, norm.bias = (
+        _parameter(tensor, _pad(tensor, added, fill)) for tensor, fill in ((norm.weight, 1.0), (norm.bias, 0.0))
+    )
+    for name, fill in (("running_mean", 0.0), ("running_var", 1.0)):
+        norm.register_buffer(name, _pad(getattr(norm, name), added, fill))
+    norm.num_features = units
+    part.owner.smelt_kept_units = (*kept, *range(original, original + added))
+    part.owner.smelt_original_units = original
+
+
 def scale_units(part: Part, scale: Tensor) -> None:
     """Fold one factor per unit into the output projection."""
     factor = scale.to(part.output.weight).repeat_interleave(part.columns_per_unit)
@@ -90,7 +116,10 @@ def restore_shape(anatomy: Anatomy, shape: Sequence[dict[str, Any]]) -> None:
     parts = {part.name: part for part in anatomy.parts}
     for entry in shape:
         part = parts[entry["part"]]
-        if part.units != entry["units"]:
+        if part.kind == "channels" and entry["units"] > part.units:
+            widen_channels(part, entry["units"])
+            part.owner.smelt_original_units = entry["of"]
+        elif part.units != entry["units"]:
             keep_units(anatomy.network, part, entry.get("kept", range(entry["units"])))
         elif entry["units"] != entry["of"]:  # already built at this width: only record the original one
             part.owner.smelt_kept_units = tuple(entry.get("kept", range(entry["units"])))
@@ -115,6 +144,17 @@ def rows_to_keep(part: Part, index: Tensor) -> list[tuple[nn.Module, Tensor]]:
 
 def _parameter(old: nn.Parameter, new: Tensor) -> nn.Parameter:
     return nn.Parameter(new.detach().contiguous(), requires_grad=old.requires_grad)
+
+
+def _new_filters(weight: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return filters drawn as those of a new convolution of this kernel and number of outputs."""
+    filters = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+    fan_out = len(weight) * weight[0, 0].numel()
+    return filters if filters.is_meta else filters.normal_(std=math.sqrt(2 / fan_out))
+
+
+def _pad(tensor: Tensor, count: int, fill: float) -> Tensor:
+    return torch.cat([tensor, tensor.new_full((count,), fill)])
 
 
 def _keep_rows(module: Any, rows: Tensor) -> None:

@@ -55,6 +55,8 @@ def _part(name: str, block: Mapping[str, Any]) -> list[Markup]:
 def _bar(name: str, part: Mapping[str, Any]) -> Markup:
     kept, of = _num_kept(part), part["of"]
     share = kept / of if of else 0.0
+    if kept > of:  # widened
+        return fraction_bar(1.0, f"{kept:,} {_CHANNELS[name]}, {of:,} before ({100 * share:.0f} %)")
     return fraction_bar(share, f"{kept:,} of {of:,} {_CHANNELS[name]} kept ({100 * share:.0f} %)")
 
 
