@@ -9,6 +9,7 @@ from smelt.errors import FormatError
 from smelt.export.compressed_tensors import CompressedTensors
 from smelt.export.gguf import Gguf
 from smelt.models.artifact import layer_fields
+from smelt.models.carved_experts import carved_routes_of
 from smelt.models.model import Model
 from smelt.models.program_network import ProgramNetwork
 from smelt.models.quantized import quantized_layers
@@ -37,6 +38,8 @@ def opens_in(model: Model) -> list[Opener]:
     """
     openers = [Opener("Smelt")]
     if isinstance(model.network, ProgramNetwork) or token_pruning_of(model.network) is not None:
+        return openers
+    if carved_routes_of(model.network) is not None:
         return openers
     export = None
     if quantized_layers(model.network):

@@ -177,6 +177,8 @@ def unsupported_reason(model: Model) -> str | None:
         return "its RoPE depends on the sequence length"
     if any(part.map_of is not None for part in model.anatomy.parts):
         return "a layer uses the attention map of another layer"
+    if any(part.carved for part in model.anatomy.parts):
+        return "a router ahead of its layers chooses the experts"
     if any(not part.units for part in model.anatomy.parts):
         return "a layer lost all of its heads or channels"
     return None
