@@ -171,9 +171,8 @@ def _bias(projection: Any, index: Tensor) -> Tensor | None:
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    layer = nn.utils.skip_init(
-        nn.Linear, weight.shape[1], weight.shape[0], bias=bias is not None, device=weight.device, dtype=weight.dtype
-    )
+    layer = nn.Linear(1, 1, bias=bias is not None, device="meta")  # which warns if a size is 0
+    layer.out_features, layer.in_features = weight.shape
     layer.weight = nn.Parameter(weight.contiguous())
     if bias is not None:
         layer.bias = nn.Parameter(bias.contiguous())

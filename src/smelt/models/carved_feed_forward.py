@@ -33,6 +33,9 @@ class Routing:
         counts = tuple(torch.bincount(flat, minlength=num_experts).tolist())
         return cls(flat, order, torch.argsort(order), counts)
 
+    def to(self, device: torch.device) -> Routing:
+        return Routing(self.experts.to(device), self.order.to(device), self.inverse.to(device), self.counts)
+
 
 class ExpertRoutes:
     """Holds the routing of the forward pass in progress, which the router or an engine computes."""
