@@ -516,7 +516,7 @@ def _experts(paths: ExpertPaths, config: Any, index: int, path: str, block: nn.M
 
 def _carved_experts(shared: Part, path: str, block: nn.Module) -> Iterator[Part]:
     """Yield a feed-forward; of one that is carved into experts the shared channels, then those of each expert."""
-    relative = shared.path.removeprefix(f"{path}.")
+    relative = shared.path.removeprefix(path).removeprefix(".")
     owner: Any = block.get_submodule(relative)
     if not isinstance(owner, CarvedFeedForward):
         yield shared

@@ -18,7 +18,7 @@ from smelt.models.families import ExpertPaths
 
 
 @dataclass(frozen=True)
-class Routing:
+class SharedRouting:
     """The experts of the tokens of one forward pass, and the tokens sorted by expert."""
 
     experts: Tensor  # [tokens]
@@ -27,14 +27,14 @@ class Routing:
     counts: tuple[int, ...]  # tokens of each expert
 
     @classmethod
-    def of(cls, experts: Tensor, num_experts: int) -> Routing:
+    def of(cls, experts: Tensor, num_experts: int) -> SharedRouting:
         flat = experts.reshape(-1)
         order = torch.argsort(flat, stable=True)
         counts = tuple(torch.bincount(flat, minlength=num_experts).tolist())
         return cls(flat, order, torch.argsort(order), counts)
 
-    def to(self, device: torch.device) -> Routing:
-        return Routing(self.experts.to(device), self.order.to(device), self.inverse.to(device), self.counts)
+    def to(self, device: torch.device) -> SharedRouting:
+        return SharedRouting(self.experts.to(device), self.order.to(device), self.inverse.to(device), self.counts)
 
 
 class ExpertRoutes:
@@ -42,7 +42,7 @@ class ExpertRoutes:
 
     def __init__(self, router: ExpertRouter) -> None:
         self._router = (router,)  # in a tuple: it is a part of the network already
-        self._current: Routing | None = None
+        self._current: SharedRouting | None = None
         self._preset = False
 
     @property
@@ -50,7 +50,7 @@ class ExpertRoutes:
         return self._router[0]
 
     @contextmanager
-    def preset(self, routing: Routing) -> Iterator[None]:
+    def preset(self, routing: SharedRouting) -> Iterator[None]:
         """Use this routing inside the context instead of asking the router."""
         self._current, self._preset = routing, True
         try:
@@ -75,7 +75,7 @@ class ExpertRoutes:
         if cache is not None and cache.get_seq_length() and len(cache.layers) <= layers:
             raise ModelError("this KV cache was not filled by this model: it lacks the keys of the expert router.")
         experts = self.router.route(ids, mask, cache=cache, first_layer=layers)
-        self._current = Routing.of(experts, self.router.config.experts)
+        self._current = SharedRouting.of(experts, self.router.config.experts)
         return args, kwargs
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -83,7 +83,7 @@ class ExpertRoutes:
         if not self._preset:
             self._current = None
 
-    def take(self, tokens: int) -> Routing:
+    def take(self, tokens: int) -> SharedRouting:
         """Return the routing, for a feed-forward that has so many tokens."""
         if self._current is None or len(self._current.experts) != tokens:
             raise ModelError(

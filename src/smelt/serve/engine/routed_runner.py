@@ -13,7 +13,7 @@ import torch
 
 from smelt.errors import ModelError, RequestError
 from smelt.models.carved_experts import carved_layers, carved_routes_of
-from smelt.models.carved_feed_forward import Routing
+from smelt.models.carved_feed_forward import SharedRouting
 from smelt.models.model import Model
 from smelt.serve.engine.expert_cache import ExpertCache
 from smelt.serve.engine.expert_slots import ExpertSlots
@@ -91,7 +91,7 @@ class RoutedRunner(ModelRunner):
         self.expert_uses += len(set(experts))
         if self.slots is not None and self.expert_cache is not None:
             self.slots.begin(self.expert_cache.plan(experts, batch.next_expert_use))
-        routing = Routing.of(torch.tensor(experts), self.num_experts).to(self.device)
+        routing = SharedRouting.of(torch.tensor(experts), self.num_experts).to(self.device)
         with self.routes.preset(routing):
             return super().launch(batch)
 
