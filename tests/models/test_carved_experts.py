@@ -240,7 +240,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         if entry["part"] == "model.layers.1.mlp.experts.2.ffn_channels":
             entry["units"] = entry["of"] = 9
     (tmp_path / "smelt.json").write_text(json.dumps(content))
-    with pytest.raises(ModelError, match="not .* as smelt"):
+    with pytest.raises(ModelError, match="and not"):
         load(tmp_path)
 
 

@@ -89,7 +89,7 @@ def test_an_unknown_next_use_is_later_than_any_known_one() -> None:
 def test_residents_run_first_and_load_early_only_into_unused_slots() -> None:
     cache = ExpertCache(2)
     cache.plan([0, 1], {})
-    plan = cache.plan([3, 1, 2, 1], {2: 4, 3: 9, 0: 1})
+    plan = cache.plan([3, 1, 2, 1], {1: 1, 2: 4, 3: 9})
     assert [(access.expert, access.loads) for access in plan] == [(1, False), (2, True), (3, True)]
     assert plan[1].early and not plan[2].early  # the slot of 2 or 1 was used in this step before 3
     slots = {access.slot for access in plan}
@@ -138,6 +138,13 @@ def test_tokens_that_waited_long_come_first() -> None:
     experts, waits = [0, 0, 0, 1, 2], [0, 0, 0, 8, 9]
     assert group_by_expert(experts, waits, max_tokens=9, max_experts=1, max_wait=8) == [4]
     assert group_by_expert(experts, waits, max_tokens=9, max_experts=2, max_wait=8) == [4, 3]
+
+
+def test_resident_experts_run_before_longer_queues_but_not_before_overdue_ones() -> None:
+    experts, waits = [0, 0, 0, 1, 2], [0, 0, 0, 0, 8]
+    settings = {"max_tokens": 9, "max_wait": 8, "resident": [1]}
+    assert group_by_expert(experts, waits, max_experts=None, **settings) == [4, 3, 0, 1, 2]
+    assert group_by_expert(experts, [0] * 5, max_experts=1, **settings) == [3]
 
 
 def test_batches_have_fewer_experts_than_in_plain_order_and_waiting_is_bounded() -> None:

@@ -9,7 +9,7 @@ resident experts run first, so that a load overlaps them and no expert is evicte
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -111,22 +111,26 @@ def simulate(trace: Sequence[int], slots: int, policy: str, *, lookahead: int | 
 
 
 def group_by_expert(
-    experts: Sequence[int], waits: Sequence[int], *, max_tokens: int, max_experts: int | None, max_wait: int
-) -> list[int]:
+    experts: Sequence[int], waits: Sequence[int], *, max_tokens: int, max_experts: int | None, max_wait: int,
+    resident: Collection[int] = (),
+) -> list[int]:  # fmt: skip
     """Return which of the waiting tokens to compute in one step, in order: those of few experts.
 
     Each expert has a queue. Queues of tokens that have waited `max_wait` steps come first, the oldest of them before
-    all; then the longest. They are emptied in turn until there are `max_tokens` tokens of `max_experts` experts.
+    all; then those of `resident` experts, which need no load; then the longest. They are emptied in turn until there
+    are `max_tokens` tokens of `max_experts` experts.
     """
     queues: dict[int, list[int]] = {}
     for index, expert in enumerate(experts):
         queues.setdefault(expert, []).append(index)
     for queue in queues.values():
         queue.sort(key=lambda index: -waits[index])
-    overdue = {expert: max(waits[index] for index in queue) for expert, queue in queues.items()}
-    ordered = sorted(
-        queues,
-        key=lambda expert: (-overdue[expert] if overdue[expert] >= max_wait else 0, -len(queues[expert]), expert),
-    )
+    longest_wait = {expert: waits[queue[0]] for expert, queue in queues.items()}
+
+    def order(expert: int) -> tuple[int, bool, int, int]:
+        overdue = longest_wait[expert] if longest_wait[expert] >= max_wait else 0
+        return -overdue, expert not in resident, -len(queues[expert]), expert
+
+    ordered = sorted(queues, key=order)
     chosen = [index for expert in ordered[:max_experts] for index in queues[expert]]
     return chosen[:max_tokens]

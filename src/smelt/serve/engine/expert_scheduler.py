@@ -25,11 +25,11 @@ class ExpertScheduler(Scheduler):
 
     def __init__(
         self, *args: Any, route: Callable[[Sequence[Request]], None], num_experts: int, max_experts: int | None,
-        expert_batching: bool = True, **settings: Any,
+        resident: Callable[[], Sequence[int]], expert_batching: bool = True, **settings: Any,
     ) -> None:  # fmt: skip
         super().__init__(*args, **settings)
         self._route, self.num_experts, self.max_experts = route, num_experts, max_experts
-        self.expert_batching = expert_batching
+        self._resident, self.expert_batching = resident, expert_batching
 
     def add(self, request: Request) -> None:
         super().add(request)
@@ -54,6 +54,7 @@ class ExpertScheduler(Scheduler):
             [request.expert_routes[request.num_computed_tokens] for request in requests],
             [request.expert_wait for request in requests],
             max_tokens=self.max_num_batched_tokens, max_experts=self.max_experts, max_wait=MAX_WAIT,
+            resident=self._resident(),
         )  # fmt: skip
         return [requests[index] for index in chosen]
 

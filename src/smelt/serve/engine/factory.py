@@ -292,7 +292,7 @@ def _build_routed(resolved: _ResolvedConfig) -> tuple[Scheduler, Runner]:
     )  # fmt: skip
     limited = config.expert_slots is not None and config.expert_slots < runner.num_experts
     scheduler = ExpertScheduler(
-        PagedCacheManager(pool), route=runner.route, num_experts=runner.num_experts,
+        PagedCacheManager(pool), route=runner.route, resident=runner.resident, num_experts=runner.num_experts,
         max_experts=config.expert_slots if limited else None, expert_batching=config.expert_batching,
         max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs,
         prefill_chunk_size=config.prefill_chunk_size, max_queued=config.max_queued,

@@ -95,6 +95,10 @@ class RoutedRunner(ModelRunner):
         with self.routes.preset(routing):
             return super().launch(batch)
 
+    def resident(self) -> list[int]:
+        """Return the experts on the device; none if all of them are."""
+        return [] if self.expert_cache is None else self.expert_cache.resident
+
     def expert_state(self) -> dict[str, int]:
         """Return counts since the start, for the metrics."""
         cache = self.expert_cache
