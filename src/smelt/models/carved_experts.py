@@ -158,12 +158,12 @@ def _carve_layer(anatomy: Anatomy, part: Part, channels: LayerChannels, routes: 
 def _expert(part: Part, names: ExpertPaths, activation: Any, positions: Sequence[int]) -> Expert:
     up, gate = part.input_projections
     index = torch.tensor(positions, dtype=torch.int64, device=part.output.device)
-    layers = [
+    gate_layer, up_layer = (
         _linear(projection.weight.detach().index_select(0, index), _bias(projection, index))
         for projection in (gate, up)
-    ]
+    )
     down = _linear(part.output.weight.detach().index_select(1, index), None)
-    return Expert(names, *layers, down, partial(gated, activation))
+    return Expert(names, gate_layer, up_layer, down, partial(gated, activation))
 
 
 def _bias(projection: Any, index: Tensor) -> Tensor | None:

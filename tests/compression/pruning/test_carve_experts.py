@@ -250,6 +250,8 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: 
 def test_models_and_texts_that_cannot_work_are_refused(domains: list[str]) -> None:
     with pytest.raises(DataError, match="needs at least two"):
         METHODS.build(QUICK).check(model().anatomy)
+    with pytest.raises(DataError, match="missing"):  # before the model is read
+        METHODS.build({**QUICK, "domains": [domains[0], "/missing.txt"]}).check(model().anatomy)
     method = METHODS.build({**QUICK, "domains": domains})
     with pytest.raises(ModelError, match="with a gate"):
         method.check(Model(BUILDS["gpt2"]()).anatomy)
@@ -274,7 +276,7 @@ def test_a_router_that_sends_everything_to_one_expert(domains: list[str], monkey
         return [[certain.expand(*batch["input_ids"].shape, 2).clone() for batch in part] for part in data]
 
     monkeypatch.setattr("smelt.compression.pruning.carve_experts.router_targets", one_sided)
-    monkeypatch.setattr(CarveExperts, "_train_experts", lambda *_: pytest.fail("the experts were trained"))
+    monkeypatch.setattr(CarveExperts, "train_experts", lambda *_: pytest.fail("the experts were trained"))
     with pytest.raises(DataError, match="sends every token to one of 2 experts"):
         settings = {**QUICK, "domains": domains, "router_epochs": 12, "router_optimizer": {"lr": 0.03}}
         METHODS.build(settings).apply(model(), MethodContext())

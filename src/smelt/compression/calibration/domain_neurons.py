@@ -11,8 +11,16 @@ import torch
 from torch import Tensor
 
 from smelt.compression.calibration.block_inputs import Batch, run_backbone
+from smelt.data.hub import is_hub
 from smelt.data.text import TextData, load_text
 from smelt.models.anatomy import Anatomy, Part
+
+
+def check_domain(source: str) -> None:
+    """Raise, before a model is loaded, if there is no such file."""
+    file = source.rpartition(":")[0] or source
+    if source != "default" and not is_hub(source) and not Path(source).exists() and not Path(file).exists():
+        load_text(source)  # says what a source can be
 
 
 def read_domain(source: str) -> TextData:

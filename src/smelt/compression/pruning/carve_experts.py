@@ -45,6 +45,7 @@ from smelt.compression.base import (
     within,
 )
 from smelt.compression.calibration.domain_neurons import (
+    check_domain,
     feed_forwards,
     jaccard,
     measure_importance,
@@ -148,6 +149,8 @@ class CarveExperts(Method):
                 f"{self.name} carves an expert out of each domain of text and needs at least two; name their files, "
                 "such as `--set domains=[wiki.txt,code.jsonl:code]`."
             )
+        for source in self.domains:
+            check_domain(source)
         narrow = next((part for part in feed_forwards(anatomy) if int(self.width * part.units) < 1), None)
         if narrow is not None:
             raise RecipeError(f"width {self.width:g} leaves no channel of {narrow.path}, which has {narrow.units}.")
@@ -177,8 +180,8 @@ class CarveExperts(Method):
         """Experts without shared channels, and the router."""
         config = self._router_config(anatomy)
         router = config.vocab_size * config.width + config.layers * 6 * config.width**2
-        more = self.num_experts * self.width - 1
-        return router + max(int(sum(more * _matrices(part) for part in feed_forwards(anatomy))), 0)
+        weights = sum(3 * part.units * part.output.out_features for part in feed_forwards(anatomy))
+        return router + max(int((self.num_experts * self.width - 1) * weights), 0)
 
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         trained = 4 * (sum(p.numel() for p in anatomy.network.parameters()) + self.added_parameters(anatomy))
@@ -221,7 +224,7 @@ class CarveExperts(Method):
         teacher = DenseTeacher(copy.deepcopy(model.network)) if self.teacher and self.epochs else None
         carve(anatomy, channels, router)
         if self.epochs:
-            facts |= self._train_experts(model, teacher, samples, validation, context, folder)
+            facts |= self.train_experts(model, teacher, samples, validation, context, folder)
         model.network.eval()
         restore_dtypes(model.network, dtypes)
         return {
@@ -264,8 +267,9 @@ class CarveExperts(Method):
         self, anatomy: Anatomy, samples: Samples, validation: Samples, context: MethodContext, folder: Path
     ) -> tuple[ExpertRouter, dict[str, Any]]:
         """Train the router on the targets, or take the one that an interrupted run has trained."""
-        router = ExpertRouter(self._router_config(anatomy))
-        router.init_weights(anatomy.embeddings[0].weight.detach().cpu(), torch.Generator().manual_seed(context.seed))
+        router, embeddings = ExpertRouter(self._router_config(anatomy)), anatomy.embeddings[0]
+        table: Any = embeddings.weight
+        router.init_weights(table.detach().cpu(), torch.Generator().manual_seed(context.seed))
         router.to(samples.device)
         facts, weights = context.checkpoint.load_facts("router"), context.checkpoint.load("router")
         if facts is None or weights is None:
@@ -283,15 +287,13 @@ class CarveExperts(Method):
         router.load_state_dict(weights)
         return router.eval().requires_grad_(False), facts
 
-    def _train_experts(
+    def train_experts(
         self, model: Model, teacher: DenseTeacher | None, samples: Samples, validation: Samples,
         context: MethodContext, folder: Path,
     ) -> dict[str, Any]:  # fmt: skip
         student = Student(model.network, self.losses, teacher)
-        parts = [_without(part, TARGETS) for part in (samples, validation)]
-        task = TrainingTask(
-            student, *parts, is_classifier=False, saves_model=False, graph_state=lambda: None
-        )  # fmt: skip
+        train, held_out = (_without(part, TARGETS) for part in (samples, validation))
+        task = TrainingTask(student, train, held_out, False, saves_model=False, graph_state=lambda: None)
         return run_training(
             task, lambda: self._train_config(context, samples, self.epochs, self.optimizer, self.precision),
             folder / "experts", samples.device, name=f"{self.name}: experts", select=self.select,
@@ -364,7 +366,7 @@ def router_targets(
             mask[index, list(own)] = 1.0
         masks.append(mask)
     used = [index for index, layer in enumerate(channels) if len(layer.experts[0])]  # the others decide nothing
-    targets = []
+    targets: list[list[Tensor]] = []
     for batches in track(data):
         targets.append([])
         for batch in batches:
@@ -425,8 +427,3 @@ def _mixed(data: Sequence[Sequence[Batch]], targets: Sequence[Sequence[Tensor]],
 
 def _without(samples: Samples, name: str) -> Samples:
     return Samples({key: tensor for key, tensor in samples.tensors.items() if key != name})
-
-
-def _matrices(part: Part) -> int:
-    """Count the weights of a feed-forward."""
-    return 3 * part.units * part.output.out_features
