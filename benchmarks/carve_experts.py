@@ -368,9 +368,10 @@ def text(rows: Sequence[Row], options: argparse.Namespace) -> str:
             for row in carved
             for common, own in zip(row["shared_channels"], row["expert_channels"], strict=True)
         )
+        stability = statistics.mean(row["mask_stability"] for row in carved)
         lines += [
             f"Of the channels that a token uses, {100 * shared_part:.0f} % are shared by all experts; masks of two "
-            f"halves of the texts have a Jaccard index of {statistics.mean(row['mask_stability'] for row in carved):.2f}. "
+            f"halves of the texts have a Jaccard index of {stability:.2f}. "
             "Share of each domain's tokens that each expert gets (first seed):", "",
             table(["domain", *(f"expert {index}" for index in range(len(DOMAINS)))],
                   [[name, *(f"{100 * share:.0f} %" for share in shares)]
@@ -382,9 +383,9 @@ def text(rows: Sequence[Row], options: argparse.Namespace) -> str:
 def caption(quality: Sequence[Row], options: argparse.Namespace) -> str:
     tokens = int(options.epochs * options.samples * options.seq_len * len(DOMAINS) * (1 - VALIDATION))
     return (
-        f"Perplexity on held-out text of five domains ({options.tokens:,} tokens each, context {options.seq_len}), mean "
-        f"of {len({row['seed'] for row in quality})} seeds. A token uses half of every feed-forward. All rows but the "
-        f"source train on the same {tokens:,} tokens."
+        f"Perplexity on held-out text of five domains ({options.tokens:,} tokens each, context {options.seq_len}), "
+        f"mean of {len({row['seed'] for row in quality})} seeds. A token uses half of every feed-forward. All rows but "
+        f"the source train on the same {tokens:,} tokens."
     )
 
 
@@ -405,8 +406,8 @@ def served_lines(served: Sequence[Row], options: argparse.Namespace) -> list[str
             f"{row['expert_bytes_loaded'] / 1e6:.0f}" if hits + misses else "",
         ])  # fmt: skip
     lines = [
-        f"{options.requests} requests with arrivals and lengths of the trace, {options.rate:g} per second, prompts of at "
-        f"most {options.max_prompt} and answers of at most {options.max_output} tokens; {options.slots} of "
+        f"{options.requests} requests with arrivals and lengths of the trace, {options.rate:g} per second, prompts of "
+        f"at most {options.max_prompt} and answers of at most {options.max_output} tokens; {options.slots} of "
         f"{len(DOMAINS)} experts on the device. All rows run eagerly.", "", table(headings, cells), "",
     ]  # fmt: skip
     simulated = next((row["simulated"] for row in served if "simulated" in row), None)

@@ -38,7 +38,7 @@ from tests.tiny import BUILDS
 from tests.trained import sentences, trained_llama
 
 QUICK: dict[str, Any] = {
-    "method": "carve-experts", "samples": 16, "seq_len": 32, "router_epochs": 6, "epochs": 1,
+    "method": "carve-experts", "samples": 16, "seq_len": 32, "router_epochs": 5, "epochs": 1,
     "optimizer": {"lr": 1e-3}, "batch_size": 4,
 }  # fmt: skip
 
@@ -53,7 +53,7 @@ def texts() -> tuple[str, str]:
 
 
 def model() -> Model:
-    return Model(copy.deepcopy(trained_llama("".join(texts()), 200)), character_tokenizer())
+    return Model(copy.deepcopy(trained_llama("".join(texts()), 80)), character_tokenizer())
 
 
 @pytest.fixture

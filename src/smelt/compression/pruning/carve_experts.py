@@ -93,7 +93,7 @@ class CarveExperts(Method):
     samples: int = 64  # sequences of each domain, to choose neurons and to train on
     seq_len: int = 256  # tokens of each
     router_width: int = 128  # at most the hidden size
-    router_layers: int = 1
+    router_layers: int = 1  # blocks of attention and feed-forward
     router_window: int = 128  # tokens that the router's attention sees
     router_epochs: float = 8.0
     router_optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3, weight_decay=0.01))
