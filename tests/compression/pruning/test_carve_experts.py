@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from smelt.compression.base import MethodContext
+from smelt.compression.base import CalibrationSize, MethodContext
 from smelt.compression.calibration.domain_neurons import jaccard, measure_importance, read_domain, top_mask
 from smelt.compression.methods import METHODS
 from smelt.compression.pruning.carve_experts import (
@@ -29,7 +29,7 @@ from smelt.compression.pruning.carve_experts import (
 from smelt.data.batches import text_batches
 from smelt.data.text import TextData
 from smelt.errors import DataError, ModelError, RecipeError
-from smelt.measure.cost import active_parameters, block_parameters
+from smelt.measure.cost import active_parameters, block_parameters, count_parameters
 from smelt.models.carved_experts import carve, carved_layers, carved_routes_of, describe_carving
 from smelt.models.expert_router import ExpertRouter, RouterConfig
 from smelt.models.model import Model
@@ -225,6 +225,21 @@ def test_columns_of_tables_are_domains(tmp_path: Path) -> None:
     assert read_domain(f"{tmp_path}/b.txt").documents == ("plain",)
     with pytest.raises(DataError):
         read_domain(f"{tmp_path}/c.txt:answer")
+
+
+def test_the_plan_counts_all_texts_and_the_largest_result() -> None:
+    anatomy, size = model().anatomy, CalibrationSize(samples=8, seq_len=32, batch_size=2)
+    few, many = (
+        METHODS.build({**QUICK, "domains": ["a", "b"], "samples": samples}).estimate_resources(anatomy, size, None)
+        for samples in (8, 24)
+    )
+    assert many.passes == pytest.approx(3 * few.passes) == pytest.approx(3 * 2 * (2 + 3))
+    method = METHODS.build({**QUICK, "domains": ["a", "b"], "width": 0.75, "router_width": 16})
+    vocabulary = anatomy.network.config.vocab_size
+    assert method.added_parameters(anatomy) == 3 * 3 * 32 * 24 + vocabulary * 16 + 6 * 16**2
+    before = count_parameters(anatomy.network)
+    method.reshape(anatomy, {})
+    assert count_parameters(anatomy.network) - before == pytest.approx(method.added_parameters(anatomy), rel=0.02)
 
 
 @pytest.mark.parametrize(
