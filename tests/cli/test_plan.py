@@ -57,6 +57,7 @@ def test_planning_reads_no_weights(place: Place, smelt_here: Smelt, tmp_path: Pa
 
 # They only precede or follow a quantization method, quantize no weights, or are for policies or encoders.
 NOT_ALONE = ("rilq", "rotate", "kv-cache", "slice", "sqil", "integer-qat")
+UNUSUAL_TARGETS: dict[str, set[str]] = {"attention-reuse": set(), "finetune": set(), "carve-experts": {"active_width"}}
 
 
 @pytest.mark.usefixtures("quick")
@@ -83,6 +84,8 @@ def test_every_method_can_be_planned(name: str, place: Place, smelt_here: Smelt,
         if name == "matquant":
             quantizer = {"quantizer": "nested", "weight_format": "int8/row"}
         content["steps"] = [{"method": name, "weights": quantizer}]
+    elif name == "carve-experts":
+        content["steps"] = [{"method": name, "domains": [place / "text.txt"] * 2}]
     elif not removes:
         content["steps"] = [{"method": name, **({"group_size": -1} if "group_size" in parameters else {})}]
     recipe = place.recipe(f"{name}.yaml", content)
@@ -95,7 +98,7 @@ def test_every_method_can_be_planned(name: str, place: Place, smelt_here: Smelt,
     elif removes:
         assert step["budget"] == content["steps"][0]["budget"]
     else:
-        assert step["budget"].keys() == (set() if name in ("attention-reuse", "finetune") else {"bits"})
+        assert step["budget"].keys() == UNUSUAL_TARGETS.get(name, {"bits"})
 
 
 @pytest.mark.usefixtures("quick")

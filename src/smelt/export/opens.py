@@ -10,6 +10,7 @@ from smelt.export.compressed_tensors import CompressedTensors
 from smelt.export.gguf import Gguf
 from smelt.models.artifact import layer_fields
 from smelt.models.implants import implants_of
+from smelt.models.carved_experts import carved_routes_of
 from smelt.models.model import Model
 from smelt.models.program_network import ProgramNetwork
 from smelt.models.quantized import quantized_layers
@@ -41,6 +42,7 @@ def opens_in(model: Model) -> list[Opener]:
         isinstance(model.network, ProgramNetwork)
         or token_pruning_of(model.network) is not None
         or implants_of(model.anatomy)
+        or carved_routes_of(model.network) is not None
     ):
         return openers
     export = None

@@ -17,6 +17,7 @@ from smelt.export.integer import CSourceExport, OnnxInteger
 from smelt.export.onnx import Onnx
 from smelt.files import atomic_folder, check_writable, explain_disk_errors, write_atomically
 from smelt.models.implants import refuse_implants
+from smelt.models.carved_experts import refuse_carved_experts
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.models.token_pruning import refuse_token_pruning
@@ -40,6 +41,7 @@ def export(model: Model | str | Path, to: str, folder: str | Path, **options: An
     refuse_token_pruning(model.network, f"{to} has no operator for that")
     if to != "onnx":
         refuse_implants(model.network, f"{to} has no operator for that")
+    refuse_carved_experts(model.network, f"{to} has no router ahead of the layers; serve this folder with Smelt")
     single_file = export_format.file is not None and target.suffix == Path(export_format.file).suffix
     with _single_file(target, str(export_format.file)) if single_file else atomic_folder(target) as temporary:
         written = export_format.write(model, temporary)

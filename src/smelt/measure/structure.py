@@ -79,10 +79,18 @@ def _block(block: Block, costs: dict[str, float]) -> dict[str, Any]:
 
 
 def _experts(parts: list[Part]) -> str:
-    """Describe a mixture of experts; empty for a dense feed-forward."""
+    """Describe a mixture of experts, or carved ones; empty for a dense feed-forward."""
+    carved = [part for part in parts if part.carved]
+    if carved:
+        shared = next(part.units for part in parts if not part.carved)
+        return f"{shared} FFN channels and 1 of {len(carved)} experts of {_spread(carved)}"
     mixture = parts[0].mixture if parts else None
     if mixture is None:
         return ""
+    return f"{mixture.num_experts} experts of {_spread(parts)} FFN channels, {mixture.top_k} per token"
+
+
+def _spread(parts: list[Part]) -> str:
+    """Return the width of the parts, or the smallest and the largest."""
     widths = sorted({part.units for part in parts})
-    spread = f"{widths[0]} to {widths[-1]}" if len(widths) > 1 else str(widths[0])
-    return f"{mixture.num_experts} experts of {spread} FFN channels, {mixture.top_k} per token"
+    return f"{widths[0]} to {widths[-1]}" if len(widths) > 1 else str(widths[0])

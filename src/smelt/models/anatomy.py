@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from smelt.errors import ModelError
+from smelt.models.carved_feed_forward import CarvedFeedForward
 from smelt.models.experts import SeparateExperts
 from smelt.models.families import (
     AttentionPaths,
@@ -153,6 +154,7 @@ class Part:
     clipped: bool = False  # values are clipped before the output: no scale or rotation can be moved across
     map_of: int | None = None  # of attention without Q and K: the block whose attention map it uses
     implant: Any = None  # of a part with a neural implant: the module that computes it
+    carved: int = 0  # of an expert that was carved out of a feed-forward: how many there are in its layer
 
     @property
     def name(self) -> str:
@@ -185,6 +187,8 @@ class Part:
     @property
     def token_fraction(self) -> float:
         """The fraction of tokens processed: 1, or top_k / num_experts for an expert (balanced routing assumed)."""
+        if self.carved:
+            return 1.0 / self.carved
         return 1.0 if self.mixture is None else self.mixture.top_k / self.mixture.num_experts
 
 
@@ -300,7 +304,7 @@ def anatomy_of(network: PreTrainedModel) -> Anatomy:
         _block(family, config, residual, index, f"{prefix}.{path}".strip("."), module)
         for index, (path, module) in enumerate(modules)
     )
-    if any(part.map_of is not None for block in blocks for part in block.parts):
+    if any(part.map_of is not None or part.carved for block in blocks for part in block.parts):
         family = replace(family, chain=False)  # a block needs more than the output of the one before it
     if not blocks:
         raise ModelError(f"no blocks were found at {' or '.join(block_lists)} in this {config.model_type} network.")
@@ -369,14 +373,15 @@ def _block(family: Family, config: Any, residual: Residual, index: int, path: st
         feed_forward = _alternative(family.feed_forward, module)
         if feed_forward is not None:
             implant = _implant(module, feed_forward.output)
-            part = _feed_forward(feed_forward, index, path, module)
-            parts.append(replace(part, pre_norm=pre_norms[1], implant=implant))
+            found = _carved_experts(_feed_forward(feed_forward, index, path, module), path, module)
+            parts.extend(replace(part, pre_norm=pre_norms[1], implant=implant) for part in found)
     parts.extend(_channels(family, index, path, module))
     return Block(index, path, module, tuple(parts), _other_layers(family, path, module, parts))
 
 
 _SHARED_MAP = "share their attention map with another layer"
 _IMPLANT = "have a neural implant"
+_CARVED = "were divided among experts"
 
 # Small layers that decide where tokens go; rounding them changes more than it saves.
 _ROUTERS = {"gate", "router", "shared_expert_gate", "gating"}
@@ -537,6 +542,20 @@ def _experts(paths: ExpertPaths, config: Any, index: int, path: str, block: nn.M
         inside = f"{paths.owner}.{position}"
         expert = FeedForwardPaths((f"{inside}.{paths.up}", f"{inside}.{paths.gate}"), f"{inside}.{paths.down}")
         yield replace(_feed_forward(expert, index, path, block), mixture=mixture)
+
+
+def _carved_experts(shared: Part, path: str, block: nn.Module) -> Iterator[Part]:
+    """Yield a feed-forward; of one that is carved into experts the shared channels, then those of each expert."""
+    relative = shared.path.removeprefix(path).removeprefix(".")
+    owner: Any = block.get_submodule(relative)
+    if not isinstance(owner, CarvedFeedForward):
+        yield shared
+        return
+    yield replace(shared, fixed=_CARVED)
+    for position in range(len(owner.experts)):
+        inside, names = f"{relative}.experts.{position}", owner.names
+        expert = FeedForwardPaths((f"{inside}.{names.up}", f"{inside}.{names.gate}"), f"{inside}.{names.down}")
+        yield replace(_feed_forward(expert, shared.block, path, block), fixed=_CARVED, carved=len(owner.experts))
 
 
 def _channels(family: Family, index: int, path: str, block: nn.Module) -> Iterator[Part]:

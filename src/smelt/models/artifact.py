@@ -21,6 +21,7 @@ from smelt.errors import ModelError
 from smelt.files import json_text
 from smelt.models.anatomy import Anatomy, Part, anatomy_of
 from smelt.models.attention_reuse import restore_attention_reuse, reused_maps
+from smelt.models.carved_experts import describe_carving, restore_carving
 from smelt.models.config import EXPERT_COUNTS, config_from, read_generation_config
 from smelt.models.expert_surgery import checked_experts, restore_experts
 from smelt.models.feature_extractor import load_feature_extractor, save_feature_extractor
@@ -73,6 +74,7 @@ def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = No
         **({"experts": experts} if (experts := anatomy.expert_shape()) else {}),
         **({"attention_reuse": reused} if (reused := reused_maps(anatomy)) else {}),
         **({"implants": implants} if (implants := implants_of(anatomy)) else {}),
+        **({"carved_experts": carved} if (carved := describe_carving(network)) else {}),
         **({"program": network.program} if isinstance(network, ProgramNetwork) else {}),
         **({"quantized": {path: layer.scheme.to_json() for path, layer in packed.items()}} if packed else {}),
         **({"tied": tied} if (tied := tied_layers(network)) else {}),
@@ -168,6 +170,9 @@ def shaped_network(folder: Path, content: dict[str, Any] | None = None, device: 
     anatomy = anatomy_of(network)
     if (experts := checked_experts(anatomy, content.get("experts"), str(folder))) != []:
         restore_experts(anatomy, experts)
+        anatomy = anatomy_of(network)
+    if "carved_experts" in content:
+        restore_carving(anatomy, content["carved_experts"], str(folder))
         anatomy = anatomy_of(network)
     restore_shape(anatomy, checked_shape(anatomy, shape, folder))
     if "attention_reuse" in content:
@@ -325,7 +330,7 @@ def layer_fields(anatomy: Anatomy) -> dict[str, Any]:
                 sizes["heads"], sizes["kv_heads"] = part.units * part.heads_per_unit, part.units
             elif part.mixture is not None:
                 sizes.setdefault("experts", []).append(part.units)
-            else:
+            elif not part.carved:
                 sizes[part.kind] = part.units
         if len(set(sizes.get("experts", []))) == 1:  # otherwise keep the list, for which transformers has no field
             sizes["experts"] = sizes["experts"][0]
@@ -334,6 +339,10 @@ def layer_fields(anatomy: Anatomy) -> dict[str, Any]:
     if reused:
         for block in anatomy.blocks:
             layers[str(block.index)] |= {"attention_map_of": reused[block.index]} if block.index in reused else {}
+        return {"per_layer_config": layers}
+    if (carved := describe_carving(anatomy.network)) is not None:
+        for block, layer in zip(anatomy.blocks, carved["layers"], strict=True):
+            layers[str(block.index)] |= {"carved_experts": layer["experts"]}
         return {"per_layer_config": layers}
     if not names or not is_pruned(anatomy):
         return {}

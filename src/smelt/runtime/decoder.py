@@ -176,6 +176,8 @@ def unsupported_reason(model: Model) -> str | None:
     rope_types = model.network.model.rotary_emb.rope_type
     if not set(rope_types.values() if isinstance(rope_types, dict) else [rope_types]) <= set(ROPE_TYPES):
         return "its RoPE depends on the sequence length"
+    if any(part.carved for part in model.anatomy.parts):
+        return "a router ahead of its layers chooses the experts"
     if any(not part.units for part in model.anatomy.parts):
         return "a layer lost all of its heads or channels"
     return None

@@ -2,6 +2,7 @@
 
 from smelt.compression.pruning import (
     attention_reuse,
+    carve_experts,
     expert_frequency,
     expert_merging,
     expert_random,
@@ -22,6 +23,7 @@ from smelt.compression.pruning import (
 
 __all__ = [
     "attention_reuse",
+    "carve_experts",
     "expert_frequency",
     "expert_merging",
     "expert_random",

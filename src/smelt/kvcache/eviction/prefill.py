@@ -14,6 +14,7 @@ from smelt.kvcache.eviction.attention import has_full_attention, masked_attentio
 from smelt.kvcache.eviction.profile import KVShape
 from smelt.kvcache.eviction.scorer import AttentionInputs
 from smelt.kvcache.rope import rope_functions
+from smelt.models.carved_experts import refuse_carved_experts
 from smelt.models.model import Model
 
 
@@ -65,6 +66,7 @@ def check_evictable(model: Model) -> None:
     parts = [part for part in model.anatomy.parts if part.kind == "heads"]
     if model.task != "language" or not model.anatomy.family.causal:
         raise ModelError("only causal language models have a KV cache to compress.")
+    refuse_carved_experts(model.network, "the router that chooses them keeps every token; leave its KV cache complete")
     if not has_full_attention(model.network.config):
         raise ModelError(
             "this model has sliding-window layers, which keep only the last tokens already; it cannot be compressed."

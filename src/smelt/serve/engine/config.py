@@ -17,6 +17,7 @@ from smelt.kvcache.selection.config import SparseAttentionConfig
 from smelt.kvcache.selection.page_cache import OffloadConfig
 from smelt.kvcache.streaming.config import BoundedCacheConfig
 from smelt.models.model import Model
+from smelt.serve.engine.expert_cache import EXPERT_POLICIES
 from smelt.serve.engine.kv_dtype import check_kv_cache_dtype
 from smelt.serve.engine.sampling_params import SamplingParams
 
@@ -91,6 +92,10 @@ class EngineConfig:
     max_lora_rank: int | None = None  # of adapters; by default the largest of `adapters`
     tensor_parallel_size: int = 1
     compiled: bool = True  # False: run the network eagerly even where a compiled path exists
+    expert_slots: int | None = None  # carved experts on the device at a time; the others are loaded from host memory
+    expert_policy: str = "belady"  # of eviction: belady, lru or random
+    expert_prefetch: bool = True  # load the experts of a step ahead of its layers; False: when a layer needs them
+    expert_batching: bool = True  # compute tokens of the same carved experts together
     lm_head_dtype: str | None = None  # int8: quantize the LM head at load, per row; by default as the model has it
     activation_dtype: str | None = None  # int8: quantize the inputs of 4- and 8-bit layers, per token, at every step
     kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
@@ -98,8 +103,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_positive(
             self, "max_num_batched_tokens", "max_num_seqs", "prefill_chunk_size", "max_queued", "tensor_parallel_size",
-            "max_loras", "max_lora_rank",
+            "max_loras", "max_lora_rank", "expert_slots",
         )  # fmt: skip
+        if self.expert_policy not in EXPERT_POLICIES:
+            raise ConfigError(
+                f"there is no expert policy {self.expert_policy!r}; there are {', '.join(EXPERT_POLICIES)}."
+            )
         if not self.target_step_seconds > 0:
             raise ConfigError(f"target_step_seconds is {self.target_step_seconds:g}; it must be positive.")
         if self.lm_head_dtype not in (None, "int8"):

@@ -16,6 +16,7 @@ from smelt.kvcache.selection.config import SparseAttentionConfig, sparse_attenti
 from smelt.kvcache.streaming.config import BoundedCacheConfig
 from smelt.kvcache.streaming.infinipot import InfiniPotCompressor
 from smelt.measure.memory import free_memory
+from smelt.models.carved_experts import carved_routes_of
 from smelt.models.model import Model
 from smelt.models.program_network import ProgramNetwork
 from smelt.models.quantized import quantized_layers
@@ -30,6 +31,7 @@ from smelt.serve.engine.bounded.cache_manager import BoundedCacheManager, Bounde
 from smelt.serve.engine.bounded.pages import bounded_block_bytes
 from smelt.serve.engine.bounded.runner import BoundedRunner
 from smelt.serve.engine.config import EngineConfig, KVCacheConfig, eviction_policy
+from smelt.serve.engine.expert_scheduler import ExpertScheduler
 from smelt.serve.engine.gpu_pages import PagedGpuPages
 from smelt.serve.engine.gpu_runner import GpuRunner
 from smelt.serve.engine.kv_cache_manager import KVCacheManager, PagedCacheManager
@@ -39,6 +41,7 @@ from smelt.serve.engine.per_head.cache import PerHeadCache, page_bytes
 from smelt.serve.engine.per_head.cache_manager import PerHeadCacheManager
 from smelt.serve.engine.per_head.gpu_pages import PerHeadGpuPages
 from smelt.serve.engine.per_head.runner import PerHeadRunner
+from smelt.serve.engine.routed_runner import RoutedRunner
 from smelt.serve.engine.runner import InflightBatch, ModelRunner
 from smelt.serve.engine.scheduler import ScheduledBatch, Scheduler
 from smelt.serve.engine.sparse_runner import SparseRunner
@@ -153,7 +156,9 @@ def build(model: Model, config: EngineConfig, adapters: Adapters) -> tuple[Sched
         _dequantize_plain_layers(model)  # before the KV cache takes what memory is left
         if cache.kv_token_cap is None and cache.page_selection is None:  # as other runners run the module
             adapters.stack(decoder.linear_groups(model))
-    if cache.kv_token_cap is not None:
+    if carved_routes_of(model.network) is not None:
+        built = _build_routed(resolved)
+    elif cache.kv_token_cap is not None:
         built = _build_bounded(resolved, cache.kv_token_cap)
     elif cache.page_selection is not None:
         built = _build_sparse(resolved, cache.page_selection)
@@ -177,6 +182,16 @@ def check_kv_cache(model: Model, config: EngineConfig, kv_cache_dtype: str | Non
     """Refuse settings of the KV cache that this model cannot have; its weights may still be on the meta device."""
     cache = config.kv_cache
     policy = cache.kv_token_cap or cache.page_selection or cache.kv_profile
+    if carved_routes_of(model.network) is not None:
+        if policy is not None or config.tensor_parallel_size > 1 or config.adapters or config.max_loras:
+            raise ModelError(
+                "a router ahead of the layers chooses the experts of this model: serve it on one device, without "
+                "adapters and without eviction, selection or caps of the KV cache."
+            )
+    elif config.expert_slots is not None:
+        raise ModelError(
+            "expert slots are for models whose feed-forwards were carved into experts (carve-experts); leave them out."
+        )
     if (reason := _own_cache_reason(model)) is not None:
         if policy is not None or kv_cache_dtype is not None or config.tensor_parallel_size > 1:
             raise ModelError(
@@ -265,6 +280,31 @@ def paged_gpu_runner(resolved: _ResolvedConfig, num_blocks: int) -> Runner:
         PagedGpuPages, resolved.model, num_blocks, resolved.block_size, max_num_seqs, length, resolved.kv_cache_dtype
     )
     return GpuRunner(resolved.model, pages, max_num_seqs=max_num_seqs, max_model_len=length, adapters=resolved.adapters)
+
+
+def _build_routed(resolved: _ResolvedConfig) -> tuple[Scheduler, Runner]:
+    """Keep every token, and the experts of `expert_slots` slots; route tokens before they are scheduled."""
+    model, config, dtype = resolved.model, resolved.config, resolved.kv_cache_dtype
+    bytes_per_block = block_bytes(model.anatomy, resolved.block_size, model.network.dtype, dtype)
+    num_blocks = resolved.num_blocks(bytes_per_block, config.max_num_seqs * resolved.blocks_per_request, model.device)
+    pool = BlockPool(
+        num_blocks, resolved.block_size, enable_prefix_caching=resolved.cache.enable_prefix_caching,
+        block_bytes=bytes_per_block,
+    )  # fmt: skip
+    runner = RoutedRunner(
+        model, num_blocks=num_blocks, block_size=resolved.block_size, max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=resolved.max_model_len,
+        kv_cache_dtype=dtype, expert_slots=config.expert_slots, expert_policy=config.expert_policy,
+        expert_prefetch=config.expert_prefetch,
+    )  # fmt: skip
+    limited = config.expert_slots is not None and config.expert_slots < runner.num_experts
+    scheduler = ExpertScheduler(
+        PagedCacheManager(pool), route=runner.route, resident=runner.resident, num_experts=runner.num_experts,
+        max_experts=config.expert_slots if limited else None, expert_batching=config.expert_batching,
+        max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs,
+        prefill_chunk_size=config.prefill_chunk_size, max_queued=config.max_queued,
+    )  # fmt: skip
+    return scheduler, runner
 
 
 def _build_sparse(resolved: _ResolvedConfig, selection: SparseAttentionConfig) -> tuple[Scheduler, Runner]:

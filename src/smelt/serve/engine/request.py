@@ -77,6 +77,8 @@ class Request:
     started: float = 0.0  # when that was, by time.monotonic()
     matcher: GrammarMatcher | None = None  # for structured output
     allowed_tokens: Tensor | None = None  # of its sampling parameters, on the device since the first step
+    expert_routes: list[int] = field(default_factory=list)  # of its tokens, if a router ahead of the layers chooses
+    expert_wait: int = 0  # steps that it has waited for requests of other experts
     parent: Request | None = None  # the sibling whose prompt it shares, until that one is computed
     reason: str = ""  # why it finished: stop, length, abort, error
     error: str = ""  # why its answer could not be completed

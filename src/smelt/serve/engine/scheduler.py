@@ -41,6 +41,7 @@ class ScheduledBatch:
     chunks: list[ScheduledChunk] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks to copy before the step: from, to
+    next_expert_use: dict[int, int] = field(default_factory=dict)  # expert -> known tokens before its next use
 
     @property
     def tokens(self) -> int:
@@ -135,9 +136,12 @@ class Scheduler:
         self.cache_manager.commit(request)
 
     def _schedule_running(self, batch: ScheduledBatch) -> int:
-        budget, index = self.max_num_batched_tokens, 0
-        while index < len(self.running) and budget:
-            request = self.running[index]
+        budget = self.max_num_batched_tokens
+        for request in self._batch_order():
+            if not budget:
+                break
+            if request.state is not RequestStatus.RUNNING:  # preempted for one before it
+                continue
             expected = request.num_expected_tokens
             count = self._schedulable_tokens(request, budget, batch)
             finishing = expected >= request.limit and request.num_inflight > 0  # the token in flight is its last
@@ -146,8 +150,15 @@ class Scheduler:
                     break
                 self._append(batch, request, count)
                 budget -= count
-            index += 1
         return budget
+
+    def _batch_order(self) -> list[Request]:
+        """Return the running requests that this step may compute, in the order in which they get its tokens."""
+        return list(self.running)
+
+    def _victim(self, batch: ScheduledBatch) -> Request:
+        """Return the request to preempt: the last one, which is not scheduled in this step yet as they are in order."""
+        return self.running[-1]
 
     def _schedulable_tokens(self, request: Request, budget: int, batch: ScheduledBatch) -> int:
         """Return how many tokens of a request this step computes, within what is left for prompts.
@@ -171,7 +182,7 @@ class Scheduler:
         if missing <= 0:
             return True
         while not self.cache_manager.can_allocate(missing):
-            victim = self.running[-1]  # not scheduled in this step yet: requests are in order
+            victim = self._victim(batch)
             self._preempt(victim, batch)
             if victim is request:
                 return False

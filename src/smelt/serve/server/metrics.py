@@ -70,6 +70,10 @@ class ServerMetrics:
         self.kv_bytes_per_token = Gauge(
             "smelt:kv_cache_bytes_per_token", "Bytes in use per token that running sequences have read or written."
         )
+        self.expert_uses = Counter("smelt:expert_uses", "Carved experts that each step used, summed over steps.")
+        self.expert_hits = Counter("smelt:expert_cache_hits", "Those that were on the device, with expert slots.")
+        self.expert_misses = Counter("smelt:expert_cache_misses", "Those that had to be loaded, with expert slots.")
+        self.expert_bytes_loaded = Counter("smelt:expert_bytes_loaded", "Bytes of experts loaded from host memory.")
         self.restarts = Counter("smelt:engine_restarts", "Restarts of the engine's process.")
         self.refused = Counter("smelt:requests_refused", "Requests refused because the queue was full.")
         self.embeddings = Counter("smelt:embeddings", "Texts that were embedded.")
@@ -96,6 +100,13 @@ class ServerMetrics:
         self.preemptions.inc(increase["preemptions"])
         self.prefix_cache_queries.inc(increase["prompt_tokens"])
         self.prefix_cache_hits.inc(increase["cached_tokens"])
+        for name in (
+            "expert_uses",
+            "expert_hits",
+            "expert_misses",
+            "expert_bytes_loaded",
+        ):  # of a model with carved experts
+            getattr(self, name).inc(increase.get(name, 0))
         if increase["steps"] and increase["computed_tokens"]:
             self.iteration_tokens.observe(increase["computed_tokens"] / increase["steps"], increase["steps"])
         self._last_state = dict(state)

@@ -169,6 +169,16 @@ class ServeConfig:
     kv_cache_dtype: Literal["model", "int8", "fp8", "int4", "int3"] | None = _option(
         None, "model, int8, fp8, int4 or int3; by default as the artifact says.", metavar="DTYPE", panel="KV cache"
     )
+    expert_slots: int | None = _option(
+        None, "Carved experts on the device at a time; by default all of them.", minimum=1, panel="Engine"
+    )
+    expert_policy: Literal["belady", "lru", "random"] = _option(
+        "belady", "With --expert-slots: which expert leaves the device.", metavar="POLICY", panel="Engine"
+    )
+    expert_prefetch: bool = _option(
+        True, "With --expert-slots: load the experts of a step ahead of its layers.", panel="Engine"
+    )
+    expert_batching: bool = _option(True, "Compute tokens of the same carved experts together.", panel="Engine")
     lm_head_dtype: Literal["int8"] | None = _option(
         None, "int8: quantize the LM head at load; by default as the model has it.", metavar="DTYPE", panel="Engine"
     )
@@ -305,6 +315,10 @@ class ServeConfig:
             "max_lora_rank": self.max_lora_rank,
             "kv_cache_bytes": None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30),
             "kv_cache_dtype": self.kv_cache_dtype,
+            "expert_slots": self.expert_slots,
+            "expert_policy": self.expert_policy,
+            "expert_prefetch": self.expert_prefetch,
+            "expert_batching": self.expert_batching,
             "lm_head_dtype": self.lm_head_dtype,
             "activation_dtype": self.activation_dtype,
             "enable_prefix_caching": self.enable_prefix_caching,
