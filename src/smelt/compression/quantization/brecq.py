@@ -2,11 +2,11 @@
 
 `W' = s (clip(floor(W / s) + h(V) + z) - z)` with `h(V) = clip(1.2 sigmoid(V) - 0.1, 0, 1)`, one V per weight. The loss
 is the squared error of the block's output plus `regularization * sum(1 - |2 h - 1|^b)`, which pushes every h to 0 or 1
-while b falls from 20 to 2; then h is rounded. Scales are searched and fixed, those of activations learned (LSQ).
+while b falls from 20 to 2; then h is rounded. Scales are searched and fixed, those of activations learned.
 
 Batch norms stay: with one scale per output channel, folding them into the weights would give the same codes. The layers
-outside of the blocks, the first convolution and the classifier, stay in float, where the papers have 8 bits. The papers'
-weighting of the error by the squared gradients of the loss is left out, as in QDrop.
+outside of the blocks, the first convolution and the classifier, stay in float, where the papers have 8 bits. BRECQ
+weights the error by the squared gradients of the loss; here, as in QDrop, all errors count alike.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Brecq(Quantization):
         inputs = self.input_format
         if inputs is not None and format_name(inputs) not in _ACTIVATION_FORMATS:
             raise RecipeError(
-                f"{self.name} learns one scale and no zero point per layer: input_activations must be int2 to int8, not "
-                f"{self.input_activations}."
+                f"{self.name} learns one scale and no zero point per layer: input_activations must be int2 to int8, "
+                f"not {self.input_activations}."
             )
         if self.qdrop is not None:
             within(self.name, "qdrop", self.qdrop, 0.0, 1.0)
@@ -144,7 +144,7 @@ class Brecq(Quantization):
                 if step is not None:
                     packed = work.network.get_submodule(layer.path)
                     assert isinstance(packed, QuantizedLinear)
-                    packed.set_static_inputs(step.scale.detach(), None)
+                    packed.set_static_inputs(step.scale.detach().clone(), None)  # a shared tensor is saved once
         work.facts[groups[0].path]["block_error"] = {"nearest": before, "learned": error}
 
 
@@ -360,8 +360,8 @@ class _Reconstruction:
             step = LearnedStep(values, number_format).to(device)
             if step.low == 0 and bool(values.amin() < 0):
                 raise DataError(
-                    f"the inputs of {group.path} have negative values, which {self.method.input_activations} sets to zero;"
-                    f" use int{number_format.bits:g}."
+                    f"the inputs of {group.path} have negative values, which {self.method.input_activations} sets to "
+                    f"zero; use int{number_format.bits:g}."
                 )
             steps |= dict.fromkeys(group.layers, step)
         return steps
