@@ -33,7 +33,7 @@ class ImageDiffusionConfig(PreTrainedConfig):
         self,
         image_size: int = 32,
         num_channels: int = 3,
-        num_labels: int = 10,
+        num_labels: int | None = None,  # 10, unless the labels have names
         hidden_sizes: tuple[int, ...] = (64, 128, 128),  # channels at each resolution, each half of the one before
         num_res_blocks: int = 2,  # at each resolution, on the way down
         attention_levels: tuple[int, ...] = (2,),  # resolutions with self-attention, from 0
@@ -56,7 +56,9 @@ class ImageDiffusionConfig(PreTrainedConfig):
         self.num_res_blocks, self.attention_levels = num_res_blocks, list(attention_levels)
         self.num_attention_heads, self.diffusion_steps = num_attention_heads, diffusion_steps
         self.noise_schedule, self.label_dropout = noise_schedule, label_dropout
-        super().__init__(num_labels=num_labels, **kwargs)
+        if num_labels is not None or "id2label" not in kwargs:  # a saved config has the names
+            kwargs["num_labels"] = num_labels or 10
+        super().__init__(**kwargs)
 
 
 @dataclass
@@ -65,6 +67,15 @@ class ImageDiffusionOutput(ModelOutput):
 
     loss: Tensor | None = None
     logits: Tensor | None = None
+
+
+class ZeroConv(nn.Conv2d):
+    """A convolution that starts at zero: residual blocks as identities, the whole network without predicted noise."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
 
 class ResBlock(nn.Module):
@@ -76,7 +87,7 @@ class ResBlock(nn.Module):
         self.conv1 = nn.Conv2d(channels, out_channels, 3, padding=1)
         self.condition = nn.Linear(condition_size, 2 * out_channels)
         self.norm2 = nn.GroupNorm(_NORM_GROUPS, out_channels)
-        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
+        self.conv2 = ZeroConv(out_channels, out_channels, 3, padding=1)
         self.shortcut = nn.Conv2d(channels, out_channels, 1) if channels != out_channels else nn.Identity()
 
     def forward(self, hidden_states: Tensor, condition: Tensor) -> Tensor:
@@ -158,20 +169,14 @@ class ImageDiffusionModel(PreTrainedModel):
             if level:
                 self.grow.append(nn.Conv2d(channels, channels, 3, padding=1))
         self.norm = nn.GroupNorm(_NORM_GROUPS, channels)
-        self.head = nn.Conv2d(channels, config.num_channels, 3, padding=1)
+        self.head = ZeroConv(channels, config.num_channels, 3, padding=1)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Start from blocks that are identities and predict no noise, as deep residual networks train best."""
         if isinstance(module, nn.Conv2d | nn.Linear | nn.GroupNorm):
             module.reset_parameters()
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=1.0)
-        elif isinstance(module, ResBlock):
-            nn.init.zeros_(module.conv2.weight)
-            nn.init.zeros_(module.condition.weight)
-        elif isinstance(module, ImageDiffusionModel):
-            nn.init.zeros_(module.head.weight)
 
     @property
     def schedule(self) -> NoiseSchedule:
