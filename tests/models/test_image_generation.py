@@ -23,7 +23,8 @@ from tests.tiny import BUILDS
 
 def generator(**changes: object) -> ImageDiffusionModel:
     """Return a tiny diffusion model whose head predicts something."""
-    values = {"image_size": 8, "num_labels": 4, "hidden_sizes": (8, 16), "num_res_blocks": 1, "attention_levels": (1,),
+    labels = {} if "id2label" in changes else {"num_labels": 4}
+    values = {"image_size": 8, **labels, "hidden_sizes": (8, 16), "num_res_blocks": 1, "attention_levels": (1,),
               "num_attention_heads": 2, "diffusion_steps": 40, **changes}  # fmt: skip
     torch.manual_seed(0)
     network = ImageDiffusionModel(ImageDiffusionConfig(**values)).eval()  # type: ignore[arg-type]

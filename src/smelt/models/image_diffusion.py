@@ -25,7 +25,10 @@ _MAX_PERIOD = 10_000  # of the sinusoids that embed a step
 
 
 class ImageDiffusionConfig(PreTrainedConfig):
-    """The config of a class-conditional diffusion model; the defaults suit images of 32 x 32 pixels."""
+    """The config of a class-conditional diffusion model; the defaults suit images of 32 x 32 pixels.
+
+    Its classes are `num_labels`, as of a classifier.
+    """
 
     model_type = MODEL_TYPE
 
@@ -33,7 +36,6 @@ class ImageDiffusionConfig(PreTrainedConfig):
         self,
         image_size: int = 32,
         num_channels: int = 3,
-        num_labels: int | None = None,  # 10, unless the labels have names
         hidden_sizes: tuple[int, ...] = (64, 128, 128),  # channels at each resolution, each half of the one before
         num_res_blocks: int = 2,  # at each resolution, on the way down
         attention_levels: tuple[int, ...] = (2,),  # resolutions with self-attention, from 0
@@ -56,8 +58,6 @@ class ImageDiffusionConfig(PreTrainedConfig):
         self.num_res_blocks, self.attention_levels = num_res_blocks, list(attention_levels)
         self.num_attention_heads, self.diffusion_steps = num_attention_heads, diffusion_steps
         self.noise_schedule, self.label_dropout = noise_schedule, label_dropout
-        if num_labels is not None or "id2label" not in kwargs:  # a saved config has the names
-            kwargs["num_labels"] = num_labels or 10
         super().__init__(**kwargs)
 
 
