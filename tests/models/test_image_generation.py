@@ -145,6 +145,10 @@ def test_the_noise_depends_on_the_seed_and_not_on_the_condition() -> None:
     assert not torch.equal(one, sample_images(network, network.no_class(3), seed=2, settings=settings))
 
 
+def test_images_are_sampled_with_fifty_guided_ddim_steps() -> None:
+    assert SamplingSettings() == SamplingSettings(steps=50, guidance=2.0, eta=0.0)
+
+
 def test_pixels_are_the_images_scaled_to_bytes() -> None:
     images = torch.tensor([[[[-1.0, 1.0, 0.0, -2.0, 3.0]]]])
     assert to_pixels(images).flatten().tolist() == [0, 255, 128, 0, 255]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smelt.compression.base import MethodContext
+from smelt.compression.base import CalibrationSize, MethodContext
 from smelt.compression.checkpoint import Checkpoint
 from smelt.compression.quantization.brecq import (
     AdaRound,
@@ -20,6 +20,7 @@ from smelt.compression.quantization.brecq import (
     regularizer_power,
 )
 from smelt.compression.quantization.rounding import round_to_nearest
+from smelt.compression.quantization.rtn import RoundToNearest
 from smelt.errors import DataError, ModelError, RecipeError
 from smelt.kernels.linear import ActivationQuant
 from smelt.models.artifact import load_artifact, save_artifact
@@ -233,6 +234,38 @@ def test_dropped_values_are_those_of_the_original_network(monkeypatch: pytest.Mo
     monkeypatch.setattr(brecq._Reconstruction, "_drop", noted)
     quantized({**W2A4, "qdrop": 0.25})
     assert len(shares) > 30 and all(abs(share - 0.25) < 0.06 for share in shares)
+
+
+def test_scales_have_a_cosine_to_zero_and_the_rounding_a_constant_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates: list[list[float]] = []
+    step = torch.optim.Adam.step
+
+    def noted(self: torch.optim.Adam) -> None:
+        rates.append([group["lr"] for group in self.param_groups])
+        step(self)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", noted)
+    quantized({**W2A4, "iterations": 4, "lr": 0.05, "qdrop": 0.5, "activation_lr": 0.01})
+    assert [rounding for rounding, _ in rates[:4]] == [0.05] * 4
+    assert [scale for _, scale in rates[:4]] == pytest.approx([0.01, 0.00853553, 0.005, 0.00146447], rel=1e-4)
+    rates.clear()
+    quantized({**W2A4, "iterations": 2, "activation_iterations": 2})
+    assert [len(each) for each in rates[:4]] == [1, 1, 1, 1] and rates[2:4] == [[4e-4], [pytest.approx(2e-4)]]
+
+
+def test_the_plan_counts_every_store_of_hidden_states_and_every_update() -> None:
+    anatomy, size = Model(BUILDS["resnet"]()).anatomy, CalibrationSize(64, 1, 8)
+    plain, separate, joint = (
+        Brecq(iterations=80, activation_iterations=16, **settings).estimate_resources(anatomy, size, None)  # type: ignore[arg-type]
+        for settings in ({}, {"input_activations": "int4"}, {"input_activations": "int4", "qdrop": 0.5})
+    )
+    stored = RoundToNearest(bits=4, static_activations=True, input_activations="int8").estimate_resources(
+        anatomy, size, None
+    )
+    assert joint.memory - plain.memory == separate.memory - plain.memory == stored.memory
+    assert plain.memory > 2 * stored.memory
+    assert separate.passes - plain.passes == pytest.approx(3 * 16 / 8) and joint.passes == plain.passes
+    assert plain.passes > 3 * 80 / 8
 
 
 @pytest.mark.parametrize("qdrop", [None, 0.5])
