@@ -13,12 +13,13 @@ from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from smelt.errors import ModelError
-from smelt.models import all_attention, cifar_resnet, mlp_policy, quartznet
+from smelt.models import all_attention, cifar_resnet, image_diffusion, mlp_policy, quartznet
 from smelt.models.json_file import one_line, read_object
 from smelt.models.model_types import check_loadable
 
 all_attention.register()
 cifar_resnet.register()
+image_diffusion.register()
 mlp_policy.register()
 quartznet.register()
 

@@ -379,5 +379,22 @@ def dequantized_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[dict[
             layer._dequantized = None
 
 
+@contextmanager
+def float_activations(module: nn.Module) -> Iterator[None]:
+    """Do not quantize the inputs of layers inside the context."""
+    before = {layer: layer.round_inputs for layer in quantized_layers(module).values()}
+    for layer in before:
+        layer.round_inputs = _unchanged
+    try:
+        yield
+    finally:
+        for layer, round_inputs in before.items():
+            layer.round_inputs = round_inputs
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
 def _multiply(weight: Tensor, inputs: ActivationQuant | None, x: Tensor) -> Tensor:
     return F.linear(x if inputs is None else inputs.fake_quantize(x), weight.to(x.dtype))

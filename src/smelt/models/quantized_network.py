@@ -29,6 +29,13 @@ def linear_weight(module: nn.Module) -> Tensor:
     return weight.T if isinstance(module, Conv1D) else weight
 
 
+def module_weight(module: nn.Module, matrix: Tensor) -> Tensor:
+    """Invert `linear_weight`: return a matrix as the weight of this module."""
+    if isinstance(module, nn.Conv1d | nn.Conv2d):
+        return ConvShape.of(module).to_weight(matrix).reshape(module.weight.shape)
+    return matrix.T if isinstance(module, Conv1D) else matrix
+
+
 def conv_shape(module: nn.Module) -> ConvShape | None:
     """Return the shape of a convolution, quantized or not; None of any other module."""
     if isinstance(module, QuantizedConv):

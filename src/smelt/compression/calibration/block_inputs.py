@@ -116,10 +116,10 @@ class BlockInputs:
         """Take the output of a block as the input of the next one."""
         self.hidden[batch] = output
 
-    def run(self, block: nn.Module, index: int, batch: int) -> Tensor:
-        """Return the output of a block (at this index of the network) on the current input."""
+    def run(self, block: nn.Module, index: int, batch: int, hidden: Tensor | None = None) -> Tensor:
+        """Return the output of a block (at this index of the network) on the current input, or on `hidden`."""
         call = self._calls[batch][min(index, len(self._calls[batch]) - 1)]
-        output = block(self.hidden[batch], *call.args, **call.kwargs)
+        output = block(self.hidden[batch] if hidden is None else hidden, *call.args, **call.kwargs)
         return output[0] if isinstance(output, tuple) else output
 
     def copy(self, limit: int | None = None, folder: Path | None = None) -> BlockInputs:
@@ -150,7 +150,7 @@ class ReplayedInputs(BlockInputs):
     def advance(self, batch: int, output: Tensor) -> None:
         """Do nothing: the next run of the network computes it again."""
 
-    def run(self, block: nn.Module, index: int, batch: int) -> Tensor:
+    def run(self, block: nn.Module, index: int, batch: int, hidden: Tensor | None = None) -> Tensor:
         """Run the network; return the last output of the block."""
         outputs: list[Any] = []
         hook = block.register_forward_hook(lambda _, args, output: outputs.append(output))

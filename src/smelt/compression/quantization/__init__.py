@@ -3,6 +3,7 @@
 from smelt.compression.quantization import (
     aqas,
     awq,
+    brecq,
     flexround,
     gptq,
     hqq,
@@ -22,6 +23,7 @@ from smelt.compression.quantization import (
 __all__ = [
     "aqas",
     "awq",
+    "brecq",
     "flexround",
     "gptq",
     "hqq",

@@ -7,8 +7,8 @@ replacement of layers by packed ones, resuming, and the facts about what changed
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -23,13 +23,14 @@ from smelt.compression.calibration.block_inputs import (
     on_device,
 )
 from smelt.compression.calibration.expert_routing import count_expert_tokens
-from smelt.compression.calibration.observers import AbsMaxObserver, Observer, observe
+from smelt.compression.calibration.observers import AbsMaxObserver, observe
+from smelt.compression.quantization.block_work import BlockWork as BlockWork
+from smelt.compression.quantization.block_work import relative_error
 from smelt.compression.quantization.layers import (
     LayerGroup,
     few_tokens,
     layer_groups,
     observed,
-    scale_groups,
     share_expert_amax,
     tied_head,
     token_embedding,
@@ -44,15 +45,15 @@ from smelt.models.implanted_layers import ImplantedConv2d
 from smelt.models.implants import refuse_implants
 from smelt.models.model import Model
 from smelt.models.quantization_scheme import QuantizationScheme
-from smelt.models.quantized import dequantized_weights, quantized_layers
+from smelt.models.quantized import dequantized_weights, float_activations, quantized_layers
 from smelt.models.quantized_network import (
     prepare_quantized_layers,
     quantized_replacement,
     replace_module,
     tie_layers,
 )
-from smelt.numerics.catalog import format_name, get_format
-from smelt.numerics.format import PER_ROW, PER_TENSOR, Format, QuantizedTensor
+from smelt.numerics.catalog import get_format
+from smelt.numerics.format import PER_ROW, PER_TENSOR, Format
 from smelt.numerics.integer import Integer
 
 
@@ -122,6 +123,16 @@ class Quantization(Method):
     convolutions: ClassVar[bool] = False  # quantizes convolutions, too
     needs_chain: ClassVar[bool] = True  # needs the hidden states between blocks, if it uses data
 
+    @property
+    def needs_original_inputs(self) -> bool:
+        """Whether a teacher's blocks have to give their inputs, too, as `BlockWork.original_inputs`."""
+        return False
+
+    @property
+    def needs_float_inputs(self) -> bool:
+        """Whether the blocks also have to run with quantized weights and float activations, for `float_inputs`."""
+        return False
+
     def prepare(self, model: Model, context: MethodContext) -> Any:
         """Process the network before the first block; the result is passed on as `BlockWork.prepared`."""
 
@@ -174,8 +185,8 @@ class Quantization(Method):
         convolutions = [group for group in groups if group.is_convolution]
         if convolutions and not self.convolutions:
             raise ModelError(
-                f"{self.name} quantizes linear layers, and {convolutions[0].path} is a convolution; use rtn, hqq or "
-                "gptq."
+                f"{self.name} quantizes linear layers, and {convolutions[0].path} is a convolution; use rtn, hqq, "
+                "gptq or brecq."
             )
         if convolutions and self.input_format is not None and self.input_format.group_size > 0:
             raise RecipeError(
@@ -242,62 +253,6 @@ class Quantization(Method):
         return ResourceEstimate(passes=2.0, memory=stored + 4 * max(5 * widest**2, hessians + 2 * widest**2))
 
 
-@dataclass
-class BlockWork:
-    """One block being quantized: its layer groups, its inputs, and the facts about its quantized layers."""
-
-    block: Block
-    block_inputs: BlockInputs | None
-    context: MethodContext
-    network: nn.Module
-    schemes: Mapping[str, QuantizationScheme]  # of the layers to quantize, by path
-    facts: dict[str, dict[str, Any]]
-    targets: ActivationStore | None = None  # outputs of the original block, one tensor per batch
-    is_last: bool = False  # no block follows
-    prepared: Any = None  # what the method's `prepare` returned
-    tokens: Mapping[str, int] = field(default_factory=dict)  # routed to each expert, by its path
-
-    @property
-    def groups(self) -> list[LayerGroup]:
-        """The groups to quantize."""
-        return [group for group in layer_groups(self.block) if group.path in self.schemes]
-
-    @property
-    def scale_groups(self) -> list[LayerGroup]:
-        """The groups that share an input scale, without those of which no layer is quantized."""
-        groups = scale_groups(self.block)
-        return [group for group in groups if any(layer.path in self.schemes for layer in group.layers)]
-
-    def weight_format(self, group: LayerGroup) -> Format:
-        """Return the format in which the weights of a group are quantized."""
-        return self.schemes[group.path].weight
-
-    def observe(self, observers: Sequence[tuple[LayerGroup, Observer]]) -> None:
-        """Feed each group's inputs to its observer in one pass, which ends at the last one: list them in run order.
-
-        Where layers that belong to no part run is unknown: with them, the pass ends with the block.
-        """
-        assert self.block_inputs is not None
-        observers_by_module = {group.input_module: observer for group, observer in observers}
-        ordered = all(group.part is not None for group, _ in observers)
-        stop_at = observers[-1][0].input_module if ordered else None
-        observe(self.block_inputs, self.block, observers_by_module, stop_at=stop_at)
-
-    def replace_layers(self, group: LayerGroup, quantized: Sequence[QuantizedTensor]) -> None:
-        """Replace the layers of a group with quantized ones."""
-        for layer, matrix in zip(group.layers, quantized, strict=True):
-            if not all(bool(tensor.isfinite().all()) for tensor in matrix.qparams.tensors().values()):
-                raise ModelError(f"{layer.path} has values out of the range of {format_name(matrix.format)} scales.")
-            scheme = replace(self.schemes[group.path], weight=matrix.format)
-            error = _relative_error(layer.weight, matrix)
-            quantized_layer = quantized_replacement(layer.module, scheme)
-            quantized_layer.set_tensors(matrix, layer.module.bias)
-            replace_module(self.network, layer.path, quantized_layer)
-            part_path = "" if group.part is None else group.part.path
-            tokens = {"tokens": self.tokens[part_path]} if part_path in self.tokens else {}
-            self.facts[layer.path] = {"scheme": scheme.to_json(), "relative_error": error, **tokens}
-
-
 class _Run:
     """Quantize block after block, with checkpoints to resume from."""
 
@@ -312,23 +267,30 @@ class _Run:
         self.last_index = len(model.anatomy.blocks) - 1
         self.block_inputs: BlockInputs | None = None
         self.teacher: BlockInputs | None = None
+        self.float_inputs: BlockInputs | None = None
         if method.uses_data:
             self.block_inputs = capture_block_inputs(
                 model.anatomy, context.batches, limit=context.memory_limit, folder=context.folder, device=context.device
             )
             if method.needs_chain:
                 self.block_inputs.check_chain(method.name)
-            self.teacher = self.block_inputs.copy(context.memory_limit, context.folder) if method.teacher else None
+            self.teacher = self._copy(self.block_inputs) if method.teacher else None
+            self.float_inputs = self._copy(self.block_inputs) if method.needs_float_inputs else None
+
+    def _copy(self, block_inputs: BlockInputs) -> BlockInputs:
+        return block_inputs.copy(self.context.memory_limit, self.context.folder)
 
     def block(self, block: Block) -> None:
         name = f"block-{block.index}"
         checkpoint = self.context.checkpoint
         with on_device(block.module, self.context.device):
+            original_inputs = None
             if self.teacher is not None:
+                original_inputs = self._copy(self.teacher).hidden if self.method.needs_original_inputs else None
                 advance(self.teacher, block)  # now has the targets of this block
             facts = checkpoint.load_facts(name)
             if facts is None:
-                facts = self._quantize(block)
+                facts = self._quantize(block, original_inputs)
                 checkpoint.save(name, block.module.state_dict())
                 checkpoint.save_facts(name, facts)
             else:
@@ -337,12 +299,15 @@ class _Run:
             if self.block_inputs is not None and block.index < self.last_index:
                 with dequantized_weights(block.module, self.block_inputs.dtype):
                     advance(self.block_inputs, block)
+                    if self.float_inputs is not None:
+                        with float_activations(block.module):
+                            advance(self.float_inputs, block)
 
     def embedding(self, scheme: QuantizationScheme) -> None:
         """Round the token embeddings to nearest; an LM head that shares them goes on doing so."""
         table, head = token_embedding(self.network), tied_head(self.network)
         matrix = round_to_nearest(table.weight, scheme.weight)
-        facts = {"scheme": scheme.to_json(), "relative_error": _relative_error(table.weight, matrix)}
+        facts = {"scheme": scheme.to_json(), "relative_error": relative_error(table.weight, matrix)}
         for tied in (table,) if head is None else (table, head):
             layer = quantized_replacement(tied.module, scheme)
             layer.set_tensors(matrix, None if tied is table else tied.module.bias)
@@ -352,11 +317,11 @@ class _Run:
             tie_layers(self.network, {head.path: table.path})
             self.network.config.tie_word_embeddings = False  # of a weight that is no more
 
-    def _quantize(self, block: Block) -> dict[str, dict[str, Any]]:
+    def _quantize(self, block: Block, original_inputs: ActivationStore | None) -> dict[str, dict[str, Any]]:
         work = BlockWork(
             block, self.block_inputs, self.context, self.network, self.schemes, {},
-            targets=None if self.teacher is None else self.teacher.hidden, is_last=block.index == self.last_index,
-            prepared=self.prepared,
+            targets=None if self.teacher is None else self.teacher.hidden, original_inputs=original_inputs,
+            float_inputs=self.float_inputs, is_last=block.index == self.last_index, prepared=self.prepared,
             tokens={} if self.block_inputs is None else count_expert_tokens(self.block_inputs, block),
         )  # fmt: skip
         if not work.groups:
@@ -424,9 +389,3 @@ def _check_weights(anatomy: Anatomy) -> None:
     for layer in (layer for block in anatomy.blocks for group in layer_groups(block) for layer in group.layers):
         if not bool(layer.weight.isfinite().all()):
             raise ModelError(f"{layer.path} contains NaN or infinity; it cannot be quantized.")
-
-
-def _relative_error(weight: Tensor, matrix: QuantizedTensor) -> float:
-    """Return the squared error of the weights relative to their squared norm."""
-    original = weight.detach().float()
-    return float((matrix.dequantize() - original).square().sum() / original.square().sum().clamp(min=1e-30))

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers.pytorch_utils import Conv1D
 
 from smelt.compression.base import CalibrationSize, ResourceEstimate, within
 from smelt.compression.quantization.base import BlockWork, Quantization
@@ -27,6 +26,7 @@ from smelt.errors import DataError, RecipeError
 from smelt.kernels.linear import ActivationQuant
 from smelt.measure.cost import block_parameters
 from smelt.models.anatomy import Anatomy, Block, anatomy_of
+from smelt.models.quantized_network import module_weight
 from smelt.numerics.format import Format, QuantizedTensor, QuantParams
 from smelt.numerics.gradient import straight_through
 from smelt.numerics.integer import Integer
@@ -191,8 +191,7 @@ class FakeQuantized(nn.Module):
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         weights = {}
         for name, layer, quantizer in self.quantizers:
-            weight: Tensor = quantizer()
-            weights[name] = weight.T if isinstance(layer.module, Conv1D) else weight  # Conv1D stores [in, out]
+            weights[name] = module_weight(layer.module, quantizer())
         with fake_quantized_inputs([layer.module for _, layer, _ in self.quantizers], self.inputs):
             return functional_call(
                 self.block, {**self.fixed, **weights}, to_float32((hidden, *args)), to_float32(kwargs)

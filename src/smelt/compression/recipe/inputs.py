@@ -10,7 +10,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from smelt.compression.calibration.zero_shot import synthesize_inputs
+from smelt.compression.calibration.image_sources import (
+    PREFIX,
+    check_synthetic_source,
+    is_synthetic,
+    synthetic_batches,
+)
 from smelt.compression.recipe.recipe import CalibrationSettings, EvaluationSettings, Recipe
 from smelt.data import (
     Batch,
@@ -37,18 +42,15 @@ from smelt.measure.evaluate import Data
 from smelt.measure.policies import check_demonstrations
 from smelt.measure.speech import spectrograms
 from smelt.measure.task import model_labels
-from smelt.models.batch_norm import batch_norms
 from smelt.models.chat_packing import pack_chats
 from smelt.models.chat_template import ChatTemplateRenderer
 from smelt.models.generation import generate_text
-from smelt.models.inputs import random_inputs
 from smelt.models.model import Model
 
 CalibrationData = TextData | LabeledData | LabeledImages | SpeechData | PromptData | Demonstrations
 
 MAX_OVERLAP = 0.01  # fraction of the evaluation data; texts of one kind share some phrases
 GENERATED = "generated"  # the source of text that the model generates itself
-SYNTHETIC = "none"  # the source of inputs that are synthesized from the statistics of batch norms
 MAX_DECODER_TOKENS = 448  # of a speech model whose config names no limit
 HELD_OUT = 0.2  # fraction of the calibration data, if the recipe names no evaluation data
 
@@ -85,7 +87,7 @@ def check_data(recipe: Recipe, skeleton: Model) -> Data | None:
             f"{calibrated} needs recordings, and there are no default ones: name a table of recordings and transcripts "
             "with --data, or --data none if the network has batch norms."
         )
-    if skeleton.task == "images" and recipe.data.source != SYNTHETIC:
+    if skeleton.task == "images" and (not is_synthetic(recipe.data.source) or recipe.data.source.startswith(PREFIX)):
         skeleton.check_image_processor()
     data, held_out = split(recipe, usable_data(recipe, skeleton))
     if calibrated is not None and isinstance(data, TextData):
@@ -110,13 +112,9 @@ def load_calibration_data(settings: CalibrationSettings, model: Model) -> Calibr
         if model.task != "language":
             raise DataError(f"a model for {model.task} cannot generate its own text; name other data with --data.")
         return TextData(GENERATED, ())
-    if settings.source == SYNTHETIC:
-        if not batch_norms(model.network):
-            raise DataError(
-                "calibration without data needs the statistics of batch norms, and this network has none; name data "
-                "with --data."
-            )
-        return TextData(SYNTHETIC, ())
+    if is_synthetic(settings.source):
+        check_synthetic_source(settings.source, model)
+        return TextData(settings.source, ())
     if model.task == "language" and settings.text is not None and settings.label is None:
         chats = load_chats(settings.source, settings.text, split="calibration")
         if chats is not None:
@@ -149,7 +147,8 @@ def _read(settings: CalibrationSettings | EvaluationSettings, model: Model, part
 
 def split(recipe: Recipe, data: CalibrationData) -> tuple[CalibrationData, Data | None]:
     """Split into calibration data and, if the recipe names no evaluation data, a held-out part."""
-    if recipe.evaluate.source is not None or recipe.data.source in ("default", GENERATED, SYNTHETIC):
+    has_no_rows = recipe.data.source in ("default", GENERATED) or is_synthetic(recipe.data.source)
+    if recipe.evaluate.source is not None or has_no_rows:
         return data, None
     if isinstance(data, PromptData):
         return data, None  # there is no metric on prompts
@@ -205,11 +204,11 @@ def calibration_batches(settings: CalibrationSettings, data: CalibrationData, mo
     """Return windows of text of exactly `seq_len` tokens, labeled rows truncated to the model's context length,
     images, recordings, steps of demonstrations, or synthetic inputs."""
     assert settings.batch_size is not None
-    if settings.source == SYNTHETIC:
-        shape = _input_shape(model, settings.seq_len)
-        return synthesize_inputs(
-            model.network, shape, samples=settings.samples, batch_size=settings.batch_size, seed=seed
-        )
+    if is_synthetic(settings.source):
+        return synthetic_batches(
+            settings.source, model, samples=settings.samples, seq_len=settings.seq_len, batch_size=settings.batch_size,
+            seed=seed,
+        )  # fmt: skip
     if isinstance(data, SpeechData):
         return _speech_batches(settings, data, model, seed)
     if isinstance(data, LabeledImages):
@@ -244,21 +243,6 @@ def calibration_batches(settings: CalibrationSettings, data: CalibrationData, mo
         batch_size=settings.batch_size,
         seed=seed,
     )
-
-
-def _input_shape(model: Model, frames: int) -> tuple[int, ...]:
-    """Return the shape of one input that is synthesized: a spectrogram of so many frames, or an image."""
-    config = model.network.config
-    if model.network.main_input_name == "input_features":
-        return int(config.num_mel_bins), frames
-    if model.network.main_input_name != "pixel_values":
-        raise DataError(f"inputs for a {config.model_type} network cannot be synthesized; name data with --data.")
-    processor = model.image_processor
-    channels, *size = random_inputs(model.network, batch=1)["pixel_values"].shape[1:]
-    if processor is not None:
-        edge = processor.shortest_edge
-        size = list(processor.crop or processor.resize or (size if edge is None else (edge, edge)))
-    return channels, *size
 
 
 def _speech_batches(settings: CalibrationSettings, data: SpeechData, model: Model, seed: int) -> list[Batch]:

@@ -13,7 +13,7 @@ from smelt.train.fp8.settings import ChunkedSettings, Fp8Settings
 from smelt.train.gradients.settings import CompressionSettings
 from smelt.train.trainer.gradient_sync import build_compressor, check_single_momentum, normalize_gradients
 
-TASKS = ("language", "images")
+TASKS = ("language", "images", "diffusion")
 FP8, FP8_CHUNKED = "fp8", "fp8-chunked"
 PRECISIONS = ("off", "bf16", "fp16", FP8, FP8_CHUNKED)
 OPTIMIZERS = ("sgd", "adamw")
@@ -26,7 +26,7 @@ _MAY_CHANGE = ("steps", "evaluate", "checkpoint", "timeout")  # when a run is re
 class DataConfig:
     """Where samples come from."""
 
-    train: str = "default"  # text as everywhere in Smelt; images: a file or folder, or a name below SMELT_DATA
+    train: str = "default"  # text as everywhere in Smelt, or images: a file or folder, or a name below SMELT_DATA
     evaluate: str | None = None  # None: the source's own test split, else its last tenth, which is not trained on
     seq_len: int = renamed("length", default=256)  # tokens per sequence (language)
     column: str | None = renamed("text", default=None)  # the column to read (language)
@@ -102,7 +102,7 @@ class TrainConfig:
     """A training run."""
 
     model: str | dict[str, Any]  # a model as everywhere in Smelt, or the values of a transformers config
-    task: str = "language"  # or images: a classifier
+    task: str = "language"  # or images: a classifier; diffusion: a class-conditional generator of images
     tokenizer: str | None = None  # a model whose tokenizer is used; None: the model's own; a new model reads bytes
     data: DataConfig = field(default_factory=DataConfig)
     batch_size: int = renamed("batch", default=8)  # samples per rank and micro-step

@@ -1,4 +1,5 @@
-"""What a run trains: a causal language model on text or an image classifier on labeled images, new or pretrained."""
+"""What a run trains, new or pretrained: a causal language model on text, or an image classifier or a diffusion model on
+labeled images."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     PreTrainedModel,
@@ -20,6 +23,8 @@ from transformers import (
 
 from smelt.errors import ModelError
 from smelt.models.config import config_from, quiet_transformers
+from smelt.models.image_diffusion import MODEL_TYPE as DIFFUSION
+from smelt.models.image_generation import load_generator
 from smelt.models.json_file import one_line
 from smelt.models.load import load, resolve
 from smelt.models.quantized import QuantizedLinear
@@ -49,6 +54,7 @@ class TrainingTask:
     on_step: Callable[[int], None] = lambda step: None  # called before each step with its number, from 0
     # What the kernels of a step depend on beside the shapes of its batch; None: it cannot be captured as a CUDA graph.
     graph_state: Callable[[], Hashable] = lambda: ()
+    has_perplexity: bool = True  # its loss is a negative log-likelihood per token (unless it is a classifier)
     saves_model: bool = True  # at the end; false: whoever runs it goes on with the network in memory
 
     @property
@@ -67,7 +73,8 @@ class TrainingTask:
 
 def build_task(config: TrainConfig) -> TrainingTask:
     """Build the model and load the data of a run."""
-    return _language_task(config) if config.task == "language" else _image_task(config)
+    build = {"language": _language_task, "images": _image_task, "diffusion": _diffusion_task}[config.task]
+    return build(config)
 
 
 def _language_task(config: TrainConfig) -> TrainingTask:
@@ -112,6 +119,32 @@ def _image_task(config: TrainConfig) -> TrainingTask:
     }
     datasets = NormalizedImages(train, mean, std), NormalizedImages(held_out, mean, std)
     return TrainingTask(network, *datasets, True, metadata=metadata)
+
+
+def _diffusion_task(config: TrainConfig) -> TrainingTask:
+    train, held_out = load_image_splits(config.data)
+    channels, height, width = train.pixels.shape[1:]
+    classes = max(train.classes, held_out.classes)
+    if isinstance(config.model, str):
+        network: Any = load_generator(config.model)
+    else:
+        own = {"model_type": DIFFUSION, "num_channels": channels, "num_labels": classes, "image_size": height}
+        if config.model.get("model_type", DIFFUSION) != DIFFUSION:
+            raise ModelError(
+                f"the task diffusion trains a model of the type {DIFFUSION}, not {config.model['model_type']}."
+            )
+        network = _new_model({**own, **config.model}, AutoModel, config.seed)
+    _check_image_model(network.config, channels, classes, config.data.train)
+    size = network.config.image_size
+    if (height, width) != (size, size):
+        raise ModelError(
+            f"the model generates {size} x {size} pixels, and {config.data.train} has images of {height} x {width}; "
+            "set image_size, or give square images of that size."
+        )
+    half = np.full(channels, 0.5)  # pixels from -1 to 1
+    metadata = {"images": len(train), "held_out": len(held_out), "classes": classes}
+    datasets = NormalizedImages(train, half, half), NormalizedImages(held_out, half, half)
+    return TrainingTask(network, *datasets, False, metadata=metadata, has_perplexity=False)
 
 
 def _check_image_model(config: Any, channels: int, classes: int, source: str) -> None:

@@ -351,6 +351,8 @@ def evaluate(
     loss, correct, num_samples = totals.tolist()
     if task.is_classifier:
         return {"loss": loss / num_samples, "accuracy": correct / num_samples}
+    if not task.has_perplexity:
+        return {"loss": loss / num_samples}
     return {"loss": loss / num_samples, "perplexity": math.exp(min(loss / num_samples, 700.0))}
 
 
