@@ -9,8 +9,8 @@ from smelt.errors import FormatError
 from smelt.export.compressed_tensors import CompressedTensors
 from smelt.export.gguf import Gguf
 from smelt.models.artifact import layer_fields
-from smelt.models.implants import implants_of
 from smelt.models.carved_experts import carved_routes_of
+from smelt.models.implants import implants_of
 from smelt.models.model import Model
 from smelt.models.program_network import ProgramNetwork
 from smelt.models.quantized import quantized_layers

@@ -16,8 +16,8 @@ from smelt.export.gguf import Gguf
 from smelt.export.integer import CSourceExport, OnnxInteger
 from smelt.export.onnx import Onnx
 from smelt.files import atomic_folder, check_writable, explain_disk_errors, write_atomically
-from smelt.models.implants import refuse_implants
 from smelt.models.carved_experts import refuse_carved_experts
+from smelt.models.implants import refuse_implants
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.models.token_pruning import refuse_token_pruning
