@@ -5,10 +5,9 @@
 
 A Llama-like network of --layers layers is trained on bytes of tiny Shakespeare with `smelt.train`, once per seed. Then
 a third and a half of its layers use the map of another layer: as they are, with the output projections fitted again,
-and distilled from the trained network by the method's own training, with one, two and all three of its losses. The
-baseline of the latter is the trained network after as many more steps on the labels. Groups by similarity are compared
-with random groups. Loss in nats per byte is on the last tenth of the text, of the model as it is loaded from its
-artifact.
+and distilled from the trained network by the method's own training, with one, two and all three of its losses. One
+more row is the trained network after as many more steps on the labels. Groups by similarity are compared with random
+groups. Loss in nats per byte is on the last tenth of the text, of the model as it is loaded from its artifact.
 
 Seconds are medians of eager forward passes on this machine, dense and shared in turns. KV bytes are those of a token
 in the engine's paged cache; the engine then generates greedily for 8 requests, with the backend that it selects.
@@ -260,28 +259,27 @@ def seconds(model: Model, source: Path, options: argparse.Namespace) -> dict[str
 
 
 def text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
-    base = {(row["row"], row["seed"]): row for row in rows if row["row"] in BASELINES}
+    base = {row["seed"]: row for row in rows if row["row"] == DENSE}
     seeds = sorted({row["seed"] for row in rows})
     parts = [
         "# Sharing attention maps in a small decoder\n",
         f"Llama-like, {options.layers} layers of 128 channels and 4 heads, {options.steps} steps on bytes of tiny "
         "Shakespeare. "
         f"Loss in nats per held-out byte, {len(seeds)} seed(s), mean; changes are by seed, relative to the dense "
-        "network (distilled rows: to the dense network after as many more steps). Tokens per second are of "
-        f"{REQUESTS} greedy requests in the engine.\n",
+        "network, which is also the teacher; one row is that network after as many more steps on the labels. Tokens "
+        f"per second are of {REQUESTS} greedy requests in the engine.\n",
     ]
     lines = []
     for name, share in [(name, 0.0) for name in BASELINES] + [(form, share) for share in SHARES for form in FORMS]:
         same = [row for row in rows if row["row"] == name and row["share"] == share]
         if not same:
             continue
-        against = TRAINED_ON if name in DISTILLED else DENSE
-        known = [(row, base[against, row["seed"]]) for row in same if (against, row["seed"]) in base]
+        known = [(row, base[row["seed"]]) for row in same if row["seed"] in base and name != DENSE]
         changes = ", ".join(f"{100 * (row['loss'] / other['loss'] - 1):+.2f} %" for row, other in known)
         groups = [row["maps_of"] for row in same if row["maps_of"]]
         lines.append([
             f"{name}, {share:.2f} of the layers" if share else name, f"{mean([row['loss'] for row in same]):.4f}",
-            changes if share else "-", f"{same[0]['bytes'] / 1e6:.2f}", f"{same[0]['kv_bytes']:,}",
+            changes or "-", f"{same[0]['bytes'] / 1e6:.2f}", f"{same[0]['kv_bytes']:,}",
             f"{mean([row['tokens_per_second'] for row in same]):,.0f} ({same[0]['backend']})",
             " ".join(f"{layer}:{leader}" for layer, leader in groups[0].items()) if groups else "-",
         ])  # fmt: skip

@@ -88,7 +88,7 @@ RECIPES: dict[str, tuple[str, list[dict[str, Any]]]] = {
         ],
     ),
 }
-WITH_TIMES = ("measurements.json", "report.html")
+WITH_TIMES = ("measurements.json", "report.html", "passport.json")
 PHASES = ("starting", "measuring the source", "inside a step", "between steps", "measuring and saving the result")
 
 
