@@ -1,14 +1,16 @@
-"""Share attention maps between layers of a small decoder: loss without training, after a fit, and after fine-tuning.
+"""Share attention maps between layers of a small decoder: loss without training, after a fit, and after distillation.
 
-    PYTHONPATH=src:benchmarks python benchmarks/attention_reuse.py [--device cuda] [--steps 600] [--seeds 0 1 2]
-        [--folder FOLDER] [--resume] [--smoke]
+    PYTHONPATH=src:benchmarks python benchmarks/attention_reuse.py --device cuda [--jobs 6] [--resume]
+    PYTHONPATH=src:benchmarks python benchmarks/attention_reuse.py --smoke
 
-A Llama-like network of 6 layers is trained on bytes of tiny Shakespeare with `smelt.train`, once per seed. Then a third
-and a half of its layers use the map of another layer: as they are, with the output projections fitted again, and after
-fine-tuning by `qat` with int8 weights and the logits of the trained network. The baseline of the latter is the trained
-network after the same `qat` step. Groups by similarity are compared with random groups of the same sizes. Loss in nats
-per byte is on the last tenth of the text, of the model as it is loaded from its artifact. Seconds are medians of eager
-forward passes on this machine, dense and shared in turns; KV bytes are those of the cache that generation fills.
+A Llama-like network of --layers layers is trained on bytes of tiny Shakespeare with `smelt.train`, once per seed. Then
+a third and a half of its layers use the map of another layer: as they are, with the output projections fitted again,
+and distilled from the trained network by the method's own training, with one, two and all three of its losses. One
+more row is the trained network after as many more steps on the labels. Groups by similarity are compared with random
+groups. Loss in nats per byte is on the last tenth of the text, of the model as it is loaded from its artifact.
+
+Seconds are medians of eager forward passes on this machine, dense and shared in turns. KV bytes are those of a token
+in the engine's paged cache; the engine then generates greedily for 8 requests, with the backend that it selects.
 """
 
 from __future__ import annotations
@@ -26,8 +28,13 @@ from typing import Any
 import numpy as np
 import torch
 from common import mean, previous_rows, shared, table, write
+from qat_runs import add_options, run_cells, train_cells
 
 from smelt.compression.base import MethodContext
+from smelt.compression.distillation.fine_tuning import VALIDATION, fine_tune
+from smelt.compression.distillation.losses import Labels
+from smelt.compression.distillation.samples import Samples
+from smelt.compression.distillation.student import Student
 from smelt.compression.distillation.training_run import process_group
 from smelt.compression.methods import METHODS
 from smelt.compression.pruning.attention_reuse import AttentionReuse
@@ -37,56 +44,79 @@ from smelt.measure.perplexity import perplexity
 from smelt.models.artifact import save_artifact
 from smelt.models.load import load
 from smelt.models.model import Model
-from smelt.train.trainer.config import TrainConfig
+from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.sampling_params import SamplingParams
+from smelt.train.trainer.config import OptimizerConfig, TrainConfig
 from smelt.train.trainer.trainer import Trainer
 
 CONTEXT = 128
 NETWORK = {
-    "model_type": "llama", "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 2048,
+    "model_type": "llama", "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "max_position_embeddings": 2048,
 }  # fmt: skip
 SHARES = (1 / 3, 1 / 2)
-FORMS = ("as it is", "fitted", "random groups, fitted", "fine-tuned, int8")
-BASELINES = ("dense", "dense, fine-tuned, int8")
+DISTILLED = {
+    "distilled: logits": ["logits"],
+    "distilled: logits, maps": ["logits", "attention-map"],
+    "distilled: logits, maps, hidden states": ["logits", "attention-map", "hidden-states"],
+}
+FORMS = ("as it is", "fitted", "random groups, fitted", *DISTILLED)
+DENSE, TRAINED_ON = "dense", "dense, trained on"
+BASELINES = (DENSE, TRAINED_ON)
 LENGTHS = (256, 1024)
+EPOCHS, BATCH_SIZE, LR = 2, 16, 5e-4  # of distillation
+REQUESTS, NEW_TOKENS = 8, 64
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
+    add_options(parser, "attention_reuse", seeds=[0, 1, 2], jobs=1)
+    parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--samples", type=int, default=64, help=f"calibration windows of {CONTEXT} bytes")
     parser.add_argument("--tuning-samples", type=int, default=1024, help="windows of an epoch of fine-tuning")
     parser.add_argument("--limit", type=int, default=65536, help="bytes that are scored")
-    parser.add_argument("--folder", type=Path, help="for data and trained networks; kept if given")
     parser.add_argument("--resume", action="store_true", help="keep the rows of the results file")
     parser.add_argument("--smoke", action="store_true", help="a few steps, no results are written")
-    parser.add_argument("--name", default="attention_reuse", help="of the results file")
     options = parser.parse_args()
     if options.smoke:
-        options.steps, options.seeds, options.samples, options.limit = 3, [0], 4, 1024
-        options.tuning_samples = 32
+        options.steps, options.seeds, options.samples, options.limit = 2, [0], 4, 512
+        options.tuning_samples, options.layers = 24, 6
+    if options.cells is not None:
+        train_cells(options.cells, lambda cell: run_row(cell, options))
+        return
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         write_texts(folder)
+        flags = ["--device", options.device, "--folder", str(folder), "--layers", str(options.layers)]
+        for name in ("steps", "samples", "tuning_samples", "limit"):
+            flags += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+        flags += ["--smoke"] * options.smoke
         rows = [] if options.smoke else previous_rows(options.name, options.resume)
-        for seed in options.seeds:
-            source = train(folder, seed, options)
-            for cell in cells(seed):
-                if any(all(row[key] == cell[key] for key in cell) for row in rows):
-                    continue
-                rows.append({**cell, **measure(source, cell, folder, options)})
-                print(rows[-1], flush=True)
-                if not options.smoke:
-                    write(options.name, rows, text(rows, options))
-        print(text(rows, options))
+        done = [{name: row[name] for name in ("row", "share", "seed")} for row in rows]
+        missing = [cell for cell in cells(options.seeds) if cell not in done]
+        networks = [{"row": None, "share": 0.0, "seed": seed} for seed in {cell["seed"] for cell in missing}]
+        for _ in run_cells(__file__, [[cell] for cell in networks], options.jobs, flags):
+            pass
+        parts = [part for index in range(options.jobs) if (part := missing[index :: options.jobs])]
+        for row in run_cells(__file__, parts, options.jobs, flags):
+            rows.append(row)
+            if not options.smoke:
+                write(options.name, rows, text(rows, options))
+        if options.smoke:
+            print(text(rows, options))
 
 
-def cells(seed: int) -> list[dict[str, Any]]:
-    shared_rows = [{"row": form, "share": share, "seed": seed} for share in SHARES for form in FORMS]
-    return [*({"row": name, "share": 0.0, "seed": seed} for name in BASELINES), *shared_rows]
+def run_row(cell: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    source = train(options.folder, cell["seed"], options)
+    return cell if cell["row"] is None else {**cell, **measure(source, cell, options.folder, options)}
+
+
+def cells(seeds: list[int]) -> list[dict[str, Any]]:
+    shared_rows = [(form, share) for share in SHARES for form in FORMS]
+    rows = [*((name, 0.0) for name in BASELINES), *shared_rows]
+    return [{"row": name, "share": share, "seed": seed} for seed in seeds for name, share in rows]
 
 
 def write_texts(folder: Path) -> None:
@@ -98,11 +128,12 @@ def write_texts(folder: Path) -> None:
 
 def train(folder: Path, seed: int, options: argparse.Namespace) -> Path:
     """Train the network of a seed, unless the folder has it."""
-    out = folder / f"{options.steps}-{seed}"
+    out = folder / f"{options.layers}-{options.steps}-{seed}"
     if (out / "model" / "config.json").exists():
         return out / "model"
     content = {
-        "model": NETWORK, "batch_size": 4 if options.smoke else 16, "seed": seed, "steps": options.steps,
+        "model": {**NETWORK, "num_hidden_layers": options.layers},
+        "batch_size": 4 if options.smoke else 16, "seed": seed, "steps": options.steps,
         "data": {"train": str(folder / "train.txt"), "seq_len": CONTEXT}, "max_grad_norm": 1.0, "gradients": "none",
         "optimizer": {"lr": 2e-3, "weight_decay": 0.1, "beta2": 0.95}, "schedule": {"warmup_steps": 30},
         "evaluate": {"samples": 16}, "checkpoint": {"every": None}, "device": options.device.partition(":")[0],
@@ -115,30 +146,50 @@ def train(folder: Path, seed: int, options: argparse.Namespace) -> Path:
 
 def measure(source: Path, cell: dict[str, Any], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     model, facts = load(source, device=options.device), {}
-    if cell["share"]:
+    if cell["row"] == TRAINED_ON:
+        train_on(model, windows(model, folder, options.tuning_samples, BATCH_SIZE, cell["seed"] + 100), cell["seed"])
+    elif cell["share"]:
         facts = share_maps(model, cell, folder, options)
-    if cell["row"].endswith("int8"):
-        tune(model, source, cell["seed"], folder, options)
     with tempfile.TemporaryDirectory() as out:
         save_artifact(model, Path(out))
         again = load(out, device=options.device)
         size = (Path(out) / "model.safetensors").stat().st_size
     result = perplexity(again, load_text(folder / "held_out.txt"), context=CONTEXT, batch_size=16, limit=options.limit)
-    timed = cell["row"] in ("dense", "fitted")
+    timed = cell["row"] in (DENSE, "fitted")
     return {
-        "loss": math.log(result.value), "bytes": size, "kv_bytes": kv_bytes(again), "maps_of": facts.get("maps_of"),
+        "loss": math.log(result.value), "bytes": size, "maps_of": facts.get("maps_of"),
         "divergence": facts.get("map_divergence"), "seconds": seconds(again, source, options) if timed else None,
+        **served(again, 2 if options.smoke else NEW_TOKENS),
     }  # fmt: skip
 
 
 def share_maps(model: Model, cell: dict[str, Any], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    repair = "none" if cell["row"] == "as it is" or cell["row"].endswith("int8") else "full"
-    method: Any = METHODS.build({"method": "attention-reuse", "layers": cell["share"], "repair": repair})
-    if cell["row"].startswith("random"):
-        method = RandomGroups(layers=cell["share"], repair=repair, seed=cell["seed"])
-    batches = windows(model, folder, options.samples, 4, cell["seed"])
+    form, step = cell["row"], {"method": "attention-reuse", "layers": cell["share"]}
+    seed, samples, batch_size = cell["seed"], options.samples, 4
+    if form == "as it is":
+        step["repair"] = "none"
+    if form in DISTILLED:
+        seed, samples, batch_size = seed + 100, options.tuning_samples, BATCH_SIZE
+        step |= {"epochs": EPOCHS, "losses": [{"loss": name} for name in DISTILLED[form]], "batch_size": BATCH_SIZE}
+        step |= {"optimizer": {"lr": LR}}
+    method: Any = METHODS.build(step)
+    if form.startswith("random"):
+        method = RandomGroups(layers=cell["share"], seed=cell["seed"])
+    batches = windows(model, folder, samples, batch_size, seed)
     facts: dict[str, Any] = method.apply(model, MethodContext(batches=batches, seed=cell["seed"]))
     return facts
+
+
+def train_on(model: Model, batches: list[dict[str, torch.Tensor]], seed: int) -> None:
+    """Train the dense network on the labels as long as the others are distilled."""
+    samples = Samples.from_batches(batches, model.device, augment=False, seed=seed).split(VALIDATION)
+    settings = AttentionReuse(
+        epochs=EPOCHS, losses=(Labels(),), batch_size=BATCH_SIZE, optimizer=OptimizerConfig(lr=LR)
+    )
+    context = MethodContext(batches=batches, seed=seed)
+    with tempfile.TemporaryDirectory() as work:
+        student = Student(model.network, settings.losses, None)
+        fine_tune(settings, model, student, samples, context, Path(work), model.device)
 
 
 @dataclass(frozen=True)
@@ -167,12 +218,23 @@ def windows(model: Model, folder: Path, samples: int, batch_size: int, seed: int
     return text_batches(data, model.tokenizer, samples=samples, length=CONTEXT, batch_size=batch_size, seed=seed)
 
 
-@torch.inference_mode()
-def kv_bytes(model: Model) -> int:
-    """Return the bytes of the KV cache of one sequence."""
-    tokens = torch.zeros(1, CONTEXT, dtype=torch.int64, device=model.device)
-    layers = model.network(tokens, use_cache=True).past_key_values.layers
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+def served(model: Model, new_tokens: int) -> dict[str, Any]:
+    """Return the KV bytes of a token in the engine, its backend, and the tokens per second that it generates."""
+    engine = Engine(model, max_model_len=2 * CONTEXT, kv_cache_bytes=2**26)
+    sampling = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
+    times = []
+    for _ in range(3):
+        for request in range(REQUESTS):
+            engine.submit([request + 1] * 32, sampling)
+        start = time.perf_counter()
+        while engine.busy:
+            engine.step()
+        times.append(time.perf_counter() - start)
+    kv_bytes = engine.pool.block_bytes // engine.pool.block_size
+    return {
+        "kv_bytes": kv_bytes, "backend": engine.backend,
+        "tokens_per_second": REQUESTS * new_tokens / statistics.median(times),
+    }  # fmt: skip
 
 
 @torch.inference_mode()
@@ -181,7 +243,7 @@ def seconds(model: Model, source: Path, options: argparse.Namespace) -> dict[str
     dense = load(source, device=options.device).network
     dense.set_attn_implementation("eager")
     times: dict[str, list[float]] = {}
-    for length in LENGTHS:
+    for length in LENGTHS[:1] if options.smoke else LENGTHS:
         tokens = torch.zeros(1, length, dtype=torch.int64, device=model.device)
         samples: list[list[float]] = [[], []]
         for repeat in range(3 if options.smoke else 13):
@@ -197,29 +259,39 @@ def seconds(model: Model, source: Path, options: argparse.Namespace) -> dict[str
 
 
 def text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
-    base = {(row["row"], row["seed"]): row for row in rows if row["row"] in BASELINES}
+    base = {row["seed"]: row for row in rows if row["row"] == DENSE}
     seeds = sorted({row["seed"] for row in rows})
     parts = [
         "# Sharing attention maps in a small decoder\n",
-        f"Llama-like, 6 layers of 128 channels and 4 heads, {options.steps} steps on bytes of tiny Shakespeare. "
+        f"Llama-like, {options.layers} layers of 128 channels and 4 heads, {options.steps} steps on bytes of tiny "
+        "Shakespeare. "
         f"Loss in nats per held-out byte, {len(seeds)} seed(s), mean; changes are by seed, relative to the dense "
-        "network (fine-tuned rows: to the dense network after the same fine-tuning).\n",
+        "network, which is also the teacher; one row is that network after as many more steps on the labels. Tokens "
+        f"per second are of {REQUESTS} greedy requests in the engine.\n",
     ]
     lines = []
     for name, share in [(name, 0.0) for name in BASELINES] + [(form, share) for share in SHARES for form in FORMS]:
         same = [row for row in rows if row["row"] == name and row["share"] == share]
         if not same:
             continue
-        against = BASELINES[1] if name.endswith("int8") else BASELINES[0]
-        known = [(row, base[against, row["seed"]]) for row in same if (against, row["seed"]) in base]
+        known = [(row, base[row["seed"]]) for row in same if row["seed"] in base and name != DENSE]
         changes = ", ".join(f"{100 * (row['loss'] / other['loss'] - 1):+.2f} %" for row, other in known)
         groups = [row["maps_of"] for row in same if row["maps_of"]]
         lines.append([
             f"{name}, {share:.2f} of the layers" if share else name, f"{mean([row['loss'] for row in same]):.4f}",
-            changes if share else "-", f"{same[0]['bytes'] / 1e6:.2f}", f"{same[0]['kv_bytes'] / 1024:.0f}",
+            changes or "-", f"{same[0]['bytes'] / 1e6:.2f}", f"{same[0]['kv_bytes']:,}",
+            f"{mean([row['tokens_per_second'] for row in same]):,.0f} ({same[0]['backend']})",
             " ".join(f"{layer}:{leader}" for layer, leader in groups[0].items()) if groups else "-",
         ])  # fmt: skip
-    headings = ["row", "loss", "change", "MB on disk", "KiB of KV cache, 128 tokens", "layer:map of (seed 0)"]
+    headings = [
+        "row",
+        "loss",
+        "change",
+        "MB on disk",
+        "KV bytes of a token",
+        "tokens per second",
+        "layer:map of (seed 0)",
+    ]
     parts.append(table(headings, lines))
     timed = [row for row in rows if row["row"] == "fitted" and row["seconds"]]
     if timed:
@@ -229,7 +301,7 @@ def text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
             times = [f"{1000 * dense:.1f} / {1000 * ours:.1f} ({dense / ours:.2f}x)" for dense, ours in pairs]
             speed.append([f"{row['share']:.2f}", str(row["seed"]), *times])
         parts.append("\nMilliseconds of a forward pass, dense with eager attention / shared:\n")
-        parts.append(table(["layers without a map", "seed", *(f"{n} tokens" for n in LENGTHS)], speed))
+        parts.append(table(["layers without a map", "seed", *(f"{n} tokens" for n in timed[0]["seconds"])], speed))
     return "\n".join(parts)
 
 

@@ -2,6 +2,7 @@
 
     python benchmarks/interrupt.py --kills 60 --seed 0
     python benchmarks/interrupt.py --resume      # go on with the recipes that are not in the results yet
+    python benchmarks/interrupt.py --resume --recipes ltp       # only these
 
 A run is killed (SIGKILL) at a moment drawn uniformly over the time of the uninterrupted run; half of the resumed runs
 are killed once more. Every registered method is covered, and a recipe of three steps. The model is tiny and random:
@@ -27,7 +28,13 @@ import torch
 import yaml
 from common import previous_rows, table, write
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import smelt.compression.recipe.plan
 import smelt.compression.recipe.run
@@ -42,6 +49,20 @@ RECIPES: dict[str, tuple[str, list[dict[str, Any]]]] = {
         name: ("pruning", [{"method": name, **PRUNE}]) for name in ("magnitude", "random", "taylor", "wanda-sp", "flap")
     },
     "attention-reuse": ("attention maps", [{"method": "attention-reuse", "separate": 0}]),
+    "attention-reuse, distilled": (
+        "attention maps, distilled",
+        [{"method": "attention-reuse", "separate": 0, "epochs": 4, "batch_size": 4, "checkpoint_every": 3}],
+    ),
+    **{name: ("depth and width", [{"method": name, **PRUNE}]) for name in ("shortgpt", "minitron-depth", "slicegpt")},
+    "minitron": ("depth and width", [{"method": "minitron", **PRUNE}]),
+    "ltp": (
+        "token pruning",
+        [{"method": "ltp", "budget": {"macs": 0.7}, "epochs": 2, "batch_size": 4, "trials": 2, "checkpoint_every": 3}],
+    ),
+    **{
+        name: ("token pruning", [{"method": name, "budget": {"macs": 0.8}, "epochs": 2, "checkpoint_every": 3}])
+        for name in ("token-topk", "token-ratio")
+    },
     "fisher, full repair": ("pruning", [{"method": "fisher", **PRUNE, "repair": "full"}]),
     "fisher, tuned": ("pruning", [{"method": "fisher", **PRUNE, "repair": "tune"}]),
     **{name: ("quantization", [{"method": name, **GROUP}]) for name in ("rtn", "gptq", "hqq")},
@@ -67,7 +88,7 @@ RECIPES: dict[str, tuple[str, list[dict[str, Any]]]] = {
         ],
     ),
 }
-WITH_TIMES = ("measurements.json", "report.html")
+WITH_TIMES = ("measurements.json", "report.html", "passport.json")
 PHASES = ("starting", "measuring the source", "inside a step", "between steps", "measuring and saving the result")
 
 
@@ -83,10 +104,28 @@ def build_model(folder: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
     config = LlamaConfig(**sizes, num_hidden_layers=4, head_dim=8, vocab_size=100, max_position_embeddings=128)
     LlamaForCausalLM(config).save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+
+
+def build_classifier(folder: Path, data: Path) -> None:
+    """Write a classifier of text, and labeled rows."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 6}
+    BertForSequenceClassification(BertConfig(**sizes, vocab_size=100, max_position_embeddings=64)).save_pretrained(
+        folder
+    )
+    _tokenizer().save_pretrained(folder)
+    draw = random.Random(0)
+    words = ("fox", "dog", "quick", "lazy", "brown")
+    rows = [(" ".join(draw.choices(words, k=draw.randint(2, 6))), draw.randint(0, 1)) for _ in range(80)]
+    data.write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {token: number for number, token in enumerate(["[UNK]", *string.ascii_lowercase, " ", "."])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]", eos_token=".").save_pretrained(folder)
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]", eos_token=".", pad_token=" ")
 
 
 def start(arguments: list[str], log: Path) -> int:
@@ -159,20 +198,23 @@ def main() -> None:
     options.add_argument("--kills", type=int, default=60)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--resume", action="store_true")
+    options.add_argument("--recipes", nargs="+", choices=list(RECIPES), help="run only these")
     chosen = options.parse_args()
-    check_coverage()
+    if chosen.recipes is None:
+        check_coverage()
     torch.set_num_threads(1)
     per_recipe = -(-chosen.kills // len(RECIPES))
     rows = previous_rows("interrupt", chosen.resume)
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         build_model(root / "model")
+        build_classifier(root / "classifier", root / "rows.csv")
         (root / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
         for number, (name, (kind, steps)) in enumerate(RECIPES.items()):
-            if name in {row["recipe"] for row in rows}:
+            if name in {row["recipe"] for row in rows} or name not in (chosen.recipes or RECIPES):
                 continue
             draw = random.Random(f"{chosen.seed} {name}")
-            same, found = compare(root, number, steps, per_recipe, draw)
+            same, found = compare(root, number, kind, steps, per_recipe, draw)
             counts = {"kills": sum(found.values()), "runs compared": len(same), "same bytes": sum(same)}
             rows.append({"recipe": name, "kind": kind, "seed": chosen.seed, **counts, "moments": dict(found)})
             report(rows)
@@ -181,18 +223,18 @@ def main() -> None:
 
 
 def compare(
-    root: Path, number: int, steps: list[dict[str, Any]], kills: int, draw: random.Random
+    root: Path, number: int, kind: str, steps: list[dict[str, Any]], kills: int, draw: random.Random
 ) -> tuple[list[bool], Counter[str]]:
     """Kill runs of one recipe so many times; return whether each result was equal, and when they were killed."""
     folder = root / str(number)
     folder.mkdir()
-    recipe = {
-        "data": {"source": str(root / "text.txt"), "samples": 12, "seq_len": 32, "batch_size": 2},
-        "evaluate": {"context": 64, "limit": 1000},
-        "steps": steps,
-    }
+    model = root / ("classifier" if kind == "token pruning" else "model")
+    data: dict[str, Any] = {"source": str(root / "text.txt"), "samples": 12, "seq_len": 32, "batch_size": 2}
+    if kind == "token pruning":
+        data |= {"source": str(root / "rows.csv"), "samples": 40}
+    recipe = {"data": data, "evaluate": {"context": 64, "limit": 1000}, "steps": steps}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    arguments = ["compress", str(root / "model"), "-r", str(folder / "recipe.yaml"), "--no-speed"]
+    arguments = ["compress", str(model), "-r", str(folder / "recipe.yaml"), "--no-speed"]
     _, seconds = run([*arguments, "-o", str(folder / "whole")], folder / "log")
     whole = contents(folder / "whole")
     same, found = list[bool](), Counter[str]()

@@ -77,6 +77,8 @@ def test_a_layer_computes_its_values_with_the_map_of_the_leader(name: str) -> No
     part = next(part for part in model.anatomy.parts if part.map_of is not None)
     names = {child for child, _ in part.owner.named_children()}
     assert not names & {"q_proj", "k_proj", "query", "key", "q_lin", "k_lin", "q_norm", "k_norm"}
+    slots = [module.smelt_map_slot for module in model.network.modules() if hasattr(module, "smelt_map_slot")]
+    assert [slot._map for slot in slots] == [None], "the map is released after its last reader"
 
 
 def test_layers_with_equal_weights_and_inputs_share_a_map_exactly() -> None:
@@ -108,7 +110,9 @@ def test_the_divergence_by_hand_and_without_padding() -> None:
         maps = network(**batch, output_attentions=True).attentions
     mask = batch["attention_mask"].bool()
     wanted = [float(jensen_shannon(a, b).mean(1)[mask].mean()) for a, b in pairwise(maps)]
+    hooks = [len(module._forward_hooks) for module in network.modules()]  # transformers has some of its own
     np.testing.assert_allclose(map_divergences(anatomy_of(network), [batch, batch]), [0.0, *wanted], rtol=1e-5)
+    assert [len(module._forward_hooks) for module in network.modules()] == hooks
 
 
 def test_the_most_similar_neighbors_are_merged_first() -> None:
@@ -254,6 +258,16 @@ def test_the_teacher_shows_the_maps_of_the_layers_that_still_have_one(name: str)
     with torch.no_grad():
         maps = dense(**batch, output_attentions=True).attentions
     torch.testing.assert_close(theirs["attention_maps"][1], maps[2])
+
+
+def test_layers_of_other_windows_keep_a_map_of_their_own() -> None:
+    model = Model(BUILDS["qwen3"]())
+    batches = [inputs("qwen3")]
+    assert apply(model, batches, layers=0.34)["maps_of"] == {"2": 1}
+    model = Model(BUILDS["qwen3"]())
+    model.network.config.layer_types = ["full_attention", "full_attention", "sliding_attention"]
+    with pytest.raises(ModelError, match="it attends to other positions"):
+        apply(model, batches, layers=0.34)
 
 
 def test_bad_settings_of_distillation_are_refused() -> None:
