@@ -54,7 +54,7 @@ def test_the_budget_is_met_with_the_implants(name: str, implant: float, measure:
     full = block_cost(build(name).anatomy, measure, WORKLOAD)
     model, facts = pruned(name, budget={measure: 0.6}, implant=implant)
     share = block_cost(model.anatomy, measure, WORKLOAD) / full
-    assert 0.5 < share <= 0.6
+    assert (0.5 if name in IMPLANTED else 0.45) < share <= 0.6  # one KV head of these decoders is a tenth of the bytes
     assert (facts.get("implanted_units", 0) > 3) == bool(implant) == bool(implants_of(model.anatomy))
     for part in model.anatomy.parts:
         assert part.units >= np.ceil(0.05 * part.original_units) and len(part.kept) == part.units
