@@ -47,7 +47,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "magnitude": {"method": "magnitude"},
     "fisher": {"method": "fisher", "repair": "none"},
     "hap": {"method": "hap"},
-    "hap, kernels alone": {"method": "hap", "weights": "rows"},
+    "hap as published": {"method": "hap", "weights": "rows", "ranking": "unit"},
     "hap + implant": {"method": "hap", "implant": IMPLANT},
 }
 RESNETS = {"resnet20": 20, "resnet56": 56}

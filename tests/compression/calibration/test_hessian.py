@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from smelt.compression.base import METHODS, MethodContext
-from smelt.compression.calibration.hessian import hessian_traces, projections_of
+from smelt.compression.calibration.hessian import UnitTraces, hessian_traces, projections_of
 from smelt.compression.checkpoint import Checkpoint
 from smelt.compression.quantization import rtn  # noqa: F401  (puts the method on the list)
 from smelt.errors import DataError, ModelError
@@ -132,6 +132,12 @@ def test_moving_scale_between_layers_changes_no_sensitivity() -> None:
     one, two = (hessian_traces(anatomy_of(network), two_batches("resnet"), 5, seed=0)[0] for network in (plain, scaled))
     assert two.squared_norms[1] == pytest.approx(one.squared_norms[1] / 81)  # what magnitude ranks by
     assert two.sensitivity() == pytest.approx(one.sensitivity(), rel=1e-3, abs=1e-6)  # with the same probes, exactly
+
+
+def test_sensitivity_follows_the_formula() -> None:
+    traces = UnitTraces(np.array([[[1.0, -2.0], [3.0, 4.0]]]), np.array([[2.0, 1.0], [1.0, 3.0]]), np.array([4.0, 5.0]))
+    assert traces.sensitivity()[0] == pytest.approx([1 * 2 / 8 + 3 * 1 / 10, -2 * 1 / 8 + 4 * 3 / 10])
+    assert traces.rows().sensitivity()[0] == pytest.approx([1 * 2 / 8, -2 * 1 / 8])
 
 
 def test_finished_batches_are_not_rerun(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from smelt.compression.pruning.base import _parse_ranges
 from smelt.compression.pruning.hap import Hap
 from smelt.compression.pruning.repair import cut
 from smelt.errors import BudgetError, DataError, ModelError, RecipeError
-from smelt.measure.cost import Workload, block_cost
+from smelt.measure.cost import Workload, block_cost, unit_parameters
 from smelt.models.anatomy import anatomy_of
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.implants import implants_of
@@ -54,7 +54,7 @@ def test_the_budget_is_met_with_the_implants(name: str, implant: float, measure:
     full = block_cost(build(name).anatomy, measure, WORKLOAD)
     model, facts = pruned(name, budget={measure: 0.6}, implant=implant)
     share = block_cost(model.anatomy, measure, WORKLOAD) / full
-    assert 0.5 < share <= 0.6
+    assert (0.5 if name in IMPLANTED else 0.45) < share <= 0.6  # one KV head of these decoders is a tenth of the bytes
     assert (facts.get("implanted_units", 0) > 3) == bool(implant) == bool(implants_of(model.anatomy))
     for part in model.anatomy.parts:
         assert part.units >= np.ceil(0.05 * part.original_units) and len(part.kept) == part.units
@@ -167,14 +167,19 @@ def test_scores_follow_the_formula() -> None:
         np.array([[[1.0, -2.0], [3.0, 4.0]], [[3.0, 0.0], [5.0, 0.0]]]), np.array([[2.0, 1.0], [1.0, 3.0]]),
         np.array([4.0, 5.0]),
     )  # fmt: skip
-    blocks, rows = (
-        Hap.from_config({"method": "hap", "budget": {"macs": 0.5}, "weights": w}) for w in ("blocks", "rows")
-    )
     context, anatomy = MethodContext(), build("resnet").anatomy
-    assert isinstance(blocks, Hap) and isinstance(rows, Hap)
+    traces_of_parts = [traces] * len(anatomy.parts)
+
+    def scores(**settings: str) -> list[np.ndarray]:
+        method = Hap.from_config({"method": "hap", "budget": {"macs": 0.5}, **settings})
+        assert isinstance(method, Hap)
+        return method.scores(anatomy, traces_of_parts, context)
+
     # Traces 2 and -1 of rows, 4 and 2 of columns, times the squared norm, divided by twice the size.
-    assert blocks.scores(anatomy, [traces], context)[0] == pytest.approx([2 * 2 / 8 + 4 / 10, -1 / 8 + 2 * 3 / 10])
-    assert rows.scores(anatomy, [traces], context)[0] == pytest.approx([2 * 2 / 8, -1 / 8])
+    assert scores(ranking="unit")[0] == pytest.approx([2 * 2 / 8 + 4 / 10, -1 / 8 + 2 * 3 / 10])
+    assert scores(ranking="unit", weights="rows")[0] == pytest.approx([2 * 2 / 8, -1 / 8])
+    for part, per_unit, per_parameter in zip(anatomy.parts, scores(ranking="unit"), scores(), strict=True):
+        assert per_parameter * unit_parameters(part) == pytest.approx(per_unit)
 
 
 def test_less_loss_than_magnitude_and_random_on_a_trained_network() -> None:
@@ -240,6 +245,7 @@ def test_an_interrupted_run_repeats_its_choice(tmp_path: Path) -> None:
         ({"implant": -0.1}, "implant of hap must lie between 0 and 1"),
         ({"implant_rank": 0}, "implant_rank of hap must lie between"),
         ({"probes": 0}, "probes of hap must lie between"),
+        ({"ranking": "layer"}, "ranking of hap must be one of unit, parameter"),
         ({"weights": "columns"}, "weights of hap must be one of blocks, rows"),
         ({"implant": 0.1, "repair": "full"}, "trained after pruning, not fitted"),
         ({"implant": 0.1, "widths": "uniform"}, "do not know the implants"),

@@ -1,10 +1,13 @@
 """HAP: Hessian-aware pruning with a neural implant (Yu et al., 2022).
 
 Removing the weights w_p and letting the others adapt costs about tr(H_pp) / (2 p) * ||w_p||^2 of loss, where p is their
-number: the mean curvature times their squared norm. Traces are Hutchinson's, signed as in the released code, and all
-units of all layers have one ranking. A unit's weights are its rows in each input projection and its columns in the
-output projection; each of these blocks has its own trace and norm, so that scaling one layer by a and the next by 1/a
-changes nothing. The released code takes the kernels of a channel alone (`weights: rows`).
+number: the mean curvature times their squared norm. Traces are Hutchinson's, signed as in the released code. All units
+of all layers have one ranking: per parameter, so that a head, which is as large as hundreds of channels, competes with
+them under a budget; the released code ranks channels as they are (`ranking: unit`).
+
+A unit's weights are its rows in each input projection and its columns in the output projection. Each of these blocks
+has its own trace and norm, so that scaling one layer by a and the next by 1/a changes nothing. The released code takes
+the kernels of a channel alone (`weights: rows`).
 
 The implant replaces the most sensitive of the units that would be removed. In a convolution it is a 1x1 kernel, in
 attention and feed-forward a low-rank product of their input, as wide as a fraction of the columns that leave. At first
@@ -40,13 +43,22 @@ from smelt.compression.calibration.gradients import gradient_bytes
 from smelt.compression.calibration.hessian import UnitTraces, hessian_traces
 from smelt.compression.pruning.base import FREE, Scores, StructuredPruning, search_true_cost
 from smelt.errors import ModelError, RecipeError
-from smelt.measure.cost import Workload, block_cost, block_parameters, channel_positions, cost_with_units, unit_costs
+from smelt.measure.cost import (
+    Workload,
+    block_cost,
+    block_parameters,
+    channel_positions,
+    cost_with_units,
+    unit_costs,
+    unit_parameters,
+)
 from smelt.models.anatomy import Anatomy, Part, anatomy_of
 from smelt.models.implants import implant_channels, implant_low_rank, unimplantable_reason
 from smelt.models.model import Model
 from smelt.models.surgery import expand_units, keep_units
 
 BLOCKS, ROWS = "blocks", "rows"  # weights
+UNIT, PARAMETER = "unit", "parameter"  # ranking
 
 
 @METHODS.register(
@@ -61,6 +73,7 @@ class Hap(StructuredPruning):
     max_sparsity: float | None = 0.95  # per layer; null: 1 in encoders, 0.5 in decoders
     probes: int = 50  # random vectors per mini-batch that estimate the traces
     weights: str = BLOCKS  # of a unit: blocks (all that leave with it), or rows (those that compute it, as published)
+    ranking: str = PARAMETER  # by the sensitivity per parameter, or per unit, as published
     implant: float = 0.0  # fraction of the units to remove that an implant replaces; published: 0.1
     implant_rank: float = 0.125  # of an implant in attention or feed-forward, relative to the columns it replaces
 
@@ -70,6 +83,7 @@ class Hap(StructuredPruning):
         super().__post_init__()
         within(self.name, "probes", self.probes, 1, 100_000)
         one_of(self.name, "weights", self.weights, (BLOCKS, ROWS))
+        one_of(self.name, "ranking", self.ranking, (UNIT, PARAMETER))
         within(self.name, "implant", self.implant, 0.0, 1.0)
         within(self.name, "implant_rank", self.implant_rank, 1e-3, 1.0)
         if self.implant and self.repair != "none":
@@ -110,7 +124,8 @@ class Hap(StructuredPruning):
 
     def scores(self, anatomy: Anatomy, observations: list[UnitTraces], context: MethodContext) -> Scores:
         traces = observations if self.weights == BLOCKS else [each.rows() for each in observations]
-        return [each.sensitivity().mean(0) for each in traces]
+        sizes = [1 if self.ranking == UNIT else max(unit_parameters(part), 1) for part in anatomy.parts]
+        return [each.sensitivity().mean(0) / size for each, size in zip(traces, sizes, strict=True)]
 
     def select_units(self, anatomy: Anatomy, scores: Scores, context: MethodContext, budget: Budget) -> KeptUnits:
         """Select the units to keep so that they meet the budget together with the implants."""
