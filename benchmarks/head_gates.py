@@ -298,11 +298,13 @@ def text(rows: list[Row], options: argparse.Namespace) -> str:
     )
     missing = len(cells(options)) - len(rows)
     return (
-        f"# Head gates in all-attention networks\n\nBytes, windows of {options.context}, {sizes}; {options.steps} steps "
+        "# Head gates in all-attention networks\n\n"
+        f"Bytes, windows of {options.context}, {sizes}; {options.steps} steps "
         f"of {options.batch_size} windows (lr 2e-3, cosine, dropout 0.1), then {options.prune_steps} steps (lr "
-        f"{PRUNE_LR:g}) with gates, or after the heads of a baseline are removed. Loss in nats per held-out byte ({options.limit} "
-        f"bytes), measured on the saved network. Techniques: warmup of the penalty over a tenth of the steps, pi = 2 "
-        f"at the start (plain: 0), heads scaled by heads over open heads. Trained on {options.device}."
+        f"{PRUNE_LR:g}) with gates, or after the heads of a baseline are removed. Loss in nats per held-out byte "
+        f"({options.limit} bytes), measured on the saved network. Techniques: warmup of the penalty over a tenth of "
+        "the steps, pi = 2 at the start (plain: 0), heads scaled by heads over open heads. "
+        f"Trained on {options.device}."
         + (f" {missing} rows are missing." if missing > 0 else "")
         + "\n\n" + table(headings, body)
     )  # fmt: skip
