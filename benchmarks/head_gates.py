@@ -49,8 +49,10 @@ from smelt.train.trainer.config import CheckpointConfig, EvaluateConfig, Optimiz
 from smelt.train.trainer.tasks import TrainingTask
 from smelt.train.trainer.trainer import Trainer
 
-CONTEXT, BATCH_SIZE = 128, 32
 SIZES: dict[str, dict[str, int]] = {
+    "tiny": {
+        "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_persistent_vectors": 64,
+    },
     "small": {
         "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8, "num_persistent_vectors": 128,
     },
@@ -83,8 +85,8 @@ def main() -> None:
         options.folder = options.folder or Path(temporary)
         options.folder.mkdir(parents=True, exist_ok=True)
         for name in options.texts:
-            write_text(options.folder, name)
-        names = ("size", "steps", "prune_steps", "windows", "limit", "device", "folder")
+            write_text(options.folder, name, 50_000 if options.smoke else None)
+        names = ("size", "context", "batch_size", "steps", "prune_steps", "windows", "limit", "device", "folder")
         flags = [part for name in names for part in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
         rows = [] if options.smoke else previous_rows(options.name, options.resume)
         done = {key(row) for row in rows}
@@ -107,10 +109,12 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, "head_gates", seeds=[0, 1, 2], jobs=4)
     parser.add_argument("--size", choices=list(SIZES), default="medium")
+    parser.add_argument("--context", type=int, default=128, help="bytes of a window")
+    parser.add_argument("--batch-size", type=int, default=32, help="windows of a step")
     parser.add_argument("--texts", nargs="+", choices=TEXTS, default=list(TEXTS))
     parser.add_argument("--steps", type=int, default=1500, help="of the network with all heads")
     parser.add_argument("--prune-steps", type=int, default=600, help="with gates, and of baselines after the cut")
-    parser.add_argument("--windows", type=int, default=8192, help=f"of {CONTEXT} bytes for pruning")
+    parser.add_argument("--windows", type=int, default=8192, help="of `context` bytes for pruning")
     parser.add_argument("--limit", type=int, default=65536, help="bytes that are scored")
     parser.add_argument("--coefficients", type=float, nargs="+", default=[0.01, 0.03])
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.75, 0.5, 0.25], help="shares of the heads")
@@ -118,8 +122,8 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="a few steps; no results are written")
     options = parser.parse_args()
     if options.smoke:
-        options.size, options.texts, options.seeds = "small", [TEXTS[0]], [0]
-        options.steps, options.prune_steps, options.windows, options.limit = 3, 2, 80, 1024
+        options.size, options.texts, options.seeds, options.context, options.batch_size = "tiny", [TEXTS[0]], [0], 32, 4
+        options.steps, options.prune_steps, options.windows, options.limit = 3, 2, 80, 512
         options.coefficients, options.budgets = [0.03], [0.5]
     return options
 
@@ -141,7 +145,7 @@ def source(cell: Row, options: argparse.Namespace) -> Path:
     return folder
 
 
-def write_text(folder: Path, name: str) -> None:
+def write_text(folder: Path, name: str, limit: int | None) -> None:
     """Write what is trained on and what is scored."""
     data = shared() / "data" / name
     if name == "wikitext2":
@@ -149,8 +153,8 @@ def write_text(folder: Path, name: str) -> None:
     else:
         plays = gzip.decompress((data / "input.txt.gz").read_bytes())
         train, held_out = plays[: int(0.9 * len(plays))], plays[int(0.9 * len(plays)) :]
-    (folder / f"{name}-train.txt").write_bytes(train)
-    (folder / f"{name}-held-out.txt").write_bytes(held_out)
+    (folder / f"{name}-train.txt").write_bytes(train[:limit])
+    (folder / f"{name}-held-out.txt").write_bytes(held_out[:limit])
 
 
 def run_cell(cell: Row, options: argparse.Namespace) -> Row:
@@ -165,7 +169,7 @@ def run_cell(cell: Row, options: argparse.Namespace) -> Row:
         save_artifact(model, Path(out))
         again = load(out, device=options.device)
     held_out = load_text(options.folder / f"{cell['text']}-held-out.txt")
-    loss = math.log(perplexity(again, held_out, context=CONTEXT, batch_size=16, limit=options.limit).value)
+    loss = math.log(perplexity(again, held_out, context=options.context, batch_size=16, limit=options.limit).value)
     heads = [part.units for part in again.anatomy.parts]
     all_heads = sum(part.original_units for part in again.anatomy.parts)
     row = {
@@ -173,7 +177,7 @@ def run_cell(cell: Row, options: argparse.Namespace) -> Row:
         "parameters": count_parameters(again.network), "seconds": seconds, **facts,
     }  # fmt: skip
     if cell["row"] in (GATES, DENSE):
-        timed = compare_latency(again, load(folder, device=options.device), batch=8, length=CONTEXT)
+        timed = compare_latency(again, load(folder, device=options.device), batch=8, length=options.context)
         row["latency"] = {
             "ms": timed.new.median_ms,
             "speedup": timed.ratio,
@@ -184,11 +188,16 @@ def run_cell(cell: Row, options: argparse.Namespace) -> Row:
 
 
 def train(out: Path, cell: Row, options: argparse.Namespace) -> None:
-    network = {"model_type": "all_attention", "max_position_embeddings": CONTEXT, "dropout": 0.1, **SIZES[options.size]}
+    network = {
+        "model_type": "all_attention",
+        "max_position_embeddings": options.context,
+        "dropout": 0.1,
+        **SIZES[options.size],
+    }
     content = {
         "model": network,
-        "data": {"train": str(options.folder / f"{cell['text']}-train.txt"), "seq_len": CONTEXT},
-        "batch_size": BATCH_SIZE, "steps": options.steps, "seed": cell["seed"], "max_grad_norm": 1.0,
+        "data": {"train": str(options.folder / f"{cell['text']}-train.txt"), "seq_len": options.context},
+        "batch_size": options.batch_size, "steps": options.steps, "seed": cell["seed"], "max_grad_norm": 1.0,
         "optimizer": {"lr": 2e-3, "weight_decay": 0.1, "beta2": 0.95}, "gradients": "none",
         "schedule": {"warmup_steps": 50, "min_lr_ratio": 0.05}, "precision": precision(options),
         "evaluate": {"samples": 16}, "checkpoint": {"every": None}, "device": options.device.partition(":")[0],
@@ -207,7 +216,7 @@ def prune(model: Model, cell: Row, options: argparse.Namespace) -> Row:
     assert model.tokenizer is not None
     batches = text_batches(
         load_text(options.folder / f"{cell['text']}-train.txt"), model.tokenizer, samples=options.windows,
-        length=CONTEXT, batch_size=BATCH_SIZE, seed=cell["seed"],
+        length=options.context, batch_size=options.batch_size, seed=cell["seed"],
     )  # fmt: skip
     heads = sum(part.units for part in model.anatomy.parts)
     if cell["row"] in TECHNIQUES or cell["row"] == GATES:
@@ -216,8 +225,8 @@ def prune(model: Model, cell: Row, options: argparse.Namespace) -> Row:
         size = {"coefficient": float(value)} if name == "c" else {"budget": cell["setting"]}
         step = {
             "method": GATES, **chosen, **size,
-            "epochs": options.prune_steps * BATCH_SIZE / (options.windows * (1 - VALIDATION)),
-            "batch_size": BATCH_SIZE, "optimizer": {"lr": PRUNE_LR}, "precision": precision(options),
+            "epochs": options.prune_steps * options.batch_size / (options.windows * (1 - VALIDATION)),
+            "batch_size": options.batch_size, "optimizer": {"lr": PRUNE_LR}, "precision": precision(options),
         }  # fmt: skip
         try:
             facts = apply(step, model, batches, cell)
@@ -231,7 +240,8 @@ def prune(model: Model, cell: Row, options: argparse.Namespace) -> Row:
         keep = 1 - (heads - kept) * unit_parameters(part) / total + 0.1 / total
         layer = 1 - 1 / part.units  # one head of each layer stays, as with gates
         step = {"method": cell["row"], "budget": {"parameters": keep}, "alignment": 1, "max_sparsity": layer}
-        apply(step, model, batches[: 512 // BATCH_SIZE], cell)
+        step["repair"] = "none"  # the training after it repairs
+        apply(step, model, batches[: 512 // options.batch_size], cell)
     fine_tune(model, batches, cell, options)
     return {}
 
@@ -247,7 +257,7 @@ def fine_tune(model: Model, batches: list[Batch], cell: Row, options: argparse.N
     samples, validation = Samples.from_batches(batches, device, augment=False, seed=cell["seed"]).split(VALIDATION)
     student = Student(model.network, (Labels(),), None)
     config = TrainConfig(
-        model="model", batch_size=BATCH_SIZE, steps=options.prune_steps, seed=cell["seed"], max_grad_norm=0.5,
+        model="model", batch_size=options.batch_size, steps=options.prune_steps, seed=cell["seed"], max_grad_norm=0.5,
         optimizer=OptimizerConfig(lr=PRUNE_LR), schedule=ScheduleConfig(name="constant"), gradients="none",
         precision=precision(options), device=device.type, evaluate=EvaluateConfig(samples=256),
         checkpoint=CheckpointConfig(every=None),
@@ -288,11 +298,13 @@ def text(rows: list[Row], options: argparse.Namespace) -> str:
     )
     missing = len(cells(options)) - len(rows)
     return (
-        f"# Head gates in all-attention networks\n\nBytes, windows of {CONTEXT}, {sizes}; {options.steps} steps of "
-        f"{BATCH_SIZE} windows (lr 2e-3, cosine, dropout 0.1), then {options.prune_steps} steps (lr {PRUNE_LR:g}) "
-        f"with gates, or after the heads of a baseline are removed. Loss in nats per held-out byte ({options.limit} "
-        f"bytes), measured on the saved network. Techniques: warmup of the penalty over a tenth of the steps, pi = 2 "
-        f"at the start (plain: 0), heads scaled by heads over open heads. Trained on {options.device}."
+        "# Head gates in all-attention networks\n\n"
+        f"Bytes, windows of {options.context}, {sizes}; {options.steps} steps "
+        f"of {options.batch_size} windows (lr 2e-3, cosine, dropout 0.1), then {options.prune_steps} steps (lr "
+        f"{PRUNE_LR:g}) with gates, or after the heads of a baseline are removed. Loss in nats per held-out byte "
+        f"({options.limit} bytes), measured on the saved network. Techniques: warmup of the penalty over a tenth of "
+        "the steps, pi = 2 at the start (plain: 0), heads scaled by heads over open heads. "
+        f"Trained on {options.device}."
         + (f" {missing} rows are missing." if missing > 0 else "")
         + "\n\n" + table(headings, body)
     )  # fmt: skip

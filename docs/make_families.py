@@ -35,8 +35,8 @@ A model of any other type is loaded if transformers builds it from a config that
 layers can be quantized; a language model is served eagerly. To prune it, add a row:
 [adding a family](adding-a-family.md).
 """
-# Layers that are no Linear; experts in one tensor per layer.
-_NO_COMPRESSED_TENSORS = {"convnext", "gpt2", "llama4"}
+# An architecture that no other program knows; layers that are no Linear; experts in one tensor per layer.
+_NO_COMPRESSED_TENSORS = {"all-attention", "convnext", "gpt2", "llama4"}
 
 
 def page() -> str:

@@ -63,6 +63,24 @@ def test_invalid_combinations(place: Place, smelt_here: Smelt, tmp_path: Path) -
     assert not out.exists()
 
 
+def test_heads_leave_by_gates(place: Place, smelt_here: Smelt, quick: None, tmp_path: Path) -> None:
+    """Planned, compressed, inspected and verified by commands."""
+    method = ["--method", "head-gates", "--budget", "heads=0.5", "--set", "epochs=2", "--set", "batch_size=4"]
+    data = ["--data", place / "text.txt", "--samples", "12", "--length", "24"]
+    planned = smelt_here("plan", place / "llama", *method, *data, "--json", str(tmp_path / "plan.json"))
+    assert planned.code == 0 and json.loads((tmp_path / "plan.json").read_text())["steps"][0]["budget"] == {
+        "heads": 0.5
+    }
+    out = str(tmp_path / "out")
+    done = smelt_here("compress", place / "llama", "-o", out, *method, *data, "--no-speed")
+    assert done.code == 0, done.err
+    facts = json.loads((tmp_path / "out" / "measurements.json").read_text())["steps"][0]["facts"]
+    assert facts["heads_kept"] == 0.5 and facts["removal_error"] < 1e-5
+    assert smelt_here("verify", out).code == 0 and smelt_here("inspect", out).code == 0
+    fewer = [*method[:3], "heads=0.1", *method[4:]]
+    smelt_here("compress", place / "llama", "-o", str(tmp_path / "no"), *fewer, *data).refused("cannot reach heads=0.1")
+
+
 def test_attention_maps_are_shared(place: Place, smelt_here: Smelt, quick: None, tmp_path: Path) -> None:
     """Planned, compressed, inspected and verified by commands."""
     method = ["--method", "attention-reuse", "--set", "layers=0.34"]

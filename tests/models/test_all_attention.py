@@ -22,8 +22,11 @@ from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.models.surgery import keep_units
 from smelt.models.verify import verify
+from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.train.trainer.config import TrainConfig
 from smelt.train.trainer.tasks import build_task
+from tests.character_tokenizer import character_tokenizer
 from tests.tiny import BUILDS, inputs
 
 NAME = "all-attention"
@@ -174,6 +177,20 @@ def test_a_pruned_network_is_saved_and_loaded(keep: tuple[list[int], ...], tmp_p
     assert loaded.network(**inputs(NAME)).logits.equal(wanted)
     if not all(keep):  # in a process of its own
         verify(Model(network), tmp_path)
+
+
+@torch.no_grad()
+def test_a_pruned_network_is_served(tmp_path: Path) -> None:
+    network: Any = BUILDS[NAME]()
+    for part, units in zip(anatomy_of(network).parts, ([0], [0, 2, 3], [1, 3]), strict=True):
+        keep_units(network, part, units)
+    save_artifact(Model(network, character_tokenizer()), tmp_path)
+    prompts = [[5, 17, 40, 8, 61], [9, 9, 30]]
+    engine = Engine(load(tmp_path), max_model_len=32)
+    answers = engine.generate(prompts, SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = torch.tensor([prompt + answer.tokens])
+        assert network(ids).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == answer.tokens
 
 
 @torch.no_grad()

@@ -45,6 +45,8 @@ def opens_in(model: Model) -> list[Opener]:
         or carved_routes_of(model.network) is not None
     ):
         return openers
+    if type(model.network).__module__.startswith("smelt."):  # an architecture of Smelt's own
+        return openers
     export = None
     if quantized_layers(model.network):
         export = CompressedTensors.name if _accepts(CompressedTensors(), model) else None

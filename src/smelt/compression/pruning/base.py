@@ -178,8 +178,8 @@ class StructuredPruning(Method):
             )
         if self.budget.measure == "latency" and any(part.head_parameters for part in anatomy.parts):
             raise ModelError(
-                f"a latency budget knows the time of plain attention and feed-forward, and {anatomy.family.name} layers "
-                "are neither; give a budget of parameters or macs."
+                f"a latency budget knows plain attention and feed-forward, and layers of {anatomy.family.name} are "
+                "neither; give a budget of parameters or macs."
             )
         self._check_repair(anatomy)
         if self.widths == UNIFORM:

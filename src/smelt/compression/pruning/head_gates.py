@@ -126,4 +126,4 @@ def output_scale(gate: Tensor) -> Tensor:
     It lies between 1 and the number of heads, also where none is open.
     """
     heads = len(gate)
-    return (heads / gate.detach().round().sum().clamp(min=1.0)).clamp(1.0, heads)
+    return (heads / gate.detach().round().sum()).clamp(1.0, heads)
