@@ -44,7 +44,7 @@ class Nce(ChannelSearch):
     """
 
     choices: tuple[float, ...] = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the channels before the search
-    threshold: float = 0.3  # probability of the largest candidate above which a larger one is added; 1: never
+    threshold: float = 0.15  # probability of the largest candidate above which a larger one is added; 1: never
     step: float = 0.125  # by which a larger candidate is wider, of the channels before the search
     max_width: float = 2.0  # of the channels before the search, that candidates may grow to
     expand_until: float = 0.75  # fraction of the search after which nothing is added
