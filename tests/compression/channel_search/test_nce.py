@@ -308,6 +308,8 @@ def test_widths_are_multiples_and_a_threshold_of_1_never_expands() -> None:
     assert build(choices=[0.25, 1.0], step=0.5).candidates(16) == ([4, 16], [24, 32])
     assert build(threshold=1.0).candidates(16)[1] == []
     assert build(channel_multiple=16).candidates(16) == ([16], [32])
+    assert build(choices=[1.0], step=0.1, max_width=1.3).candidates(10) == ([10], [11, 12, 13]), "13.000000000000002"
+    assert build(choices=[1.0], step=0.15, max_width=1.15).candidates(20) == ([20], [23]), "22.999999999999996"
 
 
 def test_the_temperature_falls_as_a_cosine() -> None:
