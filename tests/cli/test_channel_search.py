@@ -94,5 +94,7 @@ def test_what_cannot_work(
     source = place / "llama" if model == "llama" else str(folder / model)
     data = place / "text.txt" if model == "llama" else str(folder / "images.npz")
     arguments = ["--method", "nce", "--budget", budget, "--data", data, "--samples", "64", "--no-speed"]
-    smelt_here("compress", source, *arguments, "-o", str(tmp_path / "out")).refused(words)
+    done = smelt_here("compress", source, *arguments, "-o", str(tmp_path / "out"))
+    done.refused(words)
+    assert "loading" not in done.err, "before any weight is read"
     assert not (tmp_path / "out").exists()

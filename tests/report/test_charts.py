@@ -7,6 +7,7 @@ import re
 import pytest
 
 from smelt.report.charts import Bar, Interval, axis_below, bar, cells, fraction_bar, interval_plot, pair_of_bars
+from smelt.report.layers import kept_map
 
 
 def attribute_values(svg: str, style: str, attribute: str) -> list[float]:
@@ -66,6 +67,13 @@ def test_the_axis_of_bars_has_their_scale_and_a_title() -> None:
 def test_kept_fraction_fills_the_track() -> None:
     svg = fraction_bar(0.25, "a quarter")
     assert attribute_values(svg, "kept", "width") == [25.0] and "<title>a quarter</title>" in svg
+
+
+def test_a_widened_layer_fills_the_track_and_says_how_wide_it_was() -> None:
+    block = {"block": 0, "channels": [{"of": 16, "kept": 28}, {"of": 16, "kept": 8}]}
+    svg = kept_map([block])
+    assert attribute_values(svg, "kept", "width") == [100.0, 50.0]
+    assert "<title>28 channels, 16 before (175 %)</title>" in svg and "8 of 16 channels kept (50 %)" in svg
 
 
 def test_cells_keep_their_positions() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smelt.compression.base import METHODS, Batch, CalibrationSize, MethodContext
+from smelt.compression.calibration.gradients import gradient_bytes
 from smelt.compression.channel_search.base import ChannelSearchRun
 from smelt.compression.channel_search.nce import Nce
 from smelt.compression.channel_search.supernet import SearchedConvolution, SearchedNorm, interpolate_channels
@@ -307,6 +308,8 @@ def test_widths_are_multiples_and_a_threshold_of_1_never_expands() -> None:
     assert build(choices=[0.25, 1.0], step=0.5).candidates(16) == ([4, 16], [24, 32])
     assert build(threshold=1.0).candidates(16)[1] == []
     assert build(channel_multiple=16).candidates(16) == ([16], [32])
+    assert build(choices=[1.0], step=0.1, max_width=1.3).candidates(10) == ([10], [11, 12, 13]), "13.000000000000002"
+    assert build(choices=[1.0], step=0.15, max_width=1.15).candidates(20) == ([20], [23]), "22.999999999999996"
 
 
 def test_the_temperature_falls_as_a_cosine() -> None:
@@ -368,7 +371,9 @@ def test_a_budget_below_the_smallest_choice(budget: dict[str, float]) -> None:
         build(budget=budget).apply(Model(network), MethodContext(batches=images(64)))
     least = float(str(error.value).split(f"least {measure}=")[1].split(",")[0])
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
-    build(budget={measure: least}, epochs=1).apply(Model(BUILDS["resnet"]()), MethodContext(batches=images(64)))
+    smallest = Model(BUILDS["resnet"]())
+    build(budget={measure: least}, epochs=1).apply(smallest, MethodContext(batches=images(64)))
+    assert [part.units for part in smallest.anatomy.parts] == pytest.approx([5, 5, 7, 7], abs=3)
 
 
 # --- the whole search ---
@@ -523,7 +528,9 @@ def test_later_steps_know_what_is_certain_about_the_widths() -> None:
 def test_the_estimate_grows_with_the_largest_candidate_and_the_epochs() -> None:
     anatomy, size = anatomy_of(BUILDS["resnet"]()), CalibrationSize(64, 1, 16)
     narrow, wide = (build(max_width=width).estimate_resources(anatomy, size, None) for width in (1.0, 2.0))
-    assert wide.memory == pytest.approx(2 * narrow.memory) and narrow.memory > 3 * 4 * 27_984
+    parameters = sum(parameter.numel() for parameter in anatomy.network.parameters())
+    assert narrow.memory == pytest.approx(3 * 4 * parameters + gradient_bytes(anatomy, 16, 1), rel=1e-6)
+    assert wide.memory == pytest.approx(2 * narrow.memory, rel=1e-6)
     assert build(epochs=8).estimate_resources(anatomy, size, None).passes == 2 * wide.passes > 0
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -39,6 +39,7 @@ from smelt.compression.distillation.student import Student
 from smelt.compression.distillation.training_run import remember_dtypes, restore_dtypes
 from smelt.errors import BudgetError, DataError, DivergenceError, ModelError, RecipeError
 from smelt.measure.cost import (
+    CostMetric,
     CostTerm,
     Workload,
     block_parameters,
@@ -134,6 +135,21 @@ class ChannelSearch(Method):
                 )
             if any(getattr(each.module, "groups", 1) > 1 for each in (*part.input_projections, part.output)):
                 raise ModelError(f"{self.name} cannot change the channels of the grouped convolutions of {part.path}.")
+        self._check_reachable(anatomy, getattr(anatomy.network.config, "image_size", None) or Workload.image_size)
+
+    def _check_reachable(self, anatomy: Anatomy, image_size: int) -> None:
+        """Raise if even the smallest candidates exceed a budget."""
+        units = [part.units for part in anatomy.parts]
+        smallest = [self.candidates(count)[0][0] for count in units]
+        for measure, keep in self.budgets.items():
+            terms = _cost_terms(anatomy, measure, image_size)
+            least = evaluate_cost(terms, smallest) / evaluate_cost(terms, units)
+            if least > keep:
+                raise BudgetError(
+                    f"no widths of {self.name} reach {measure}={keep:g}: the smallest choices leave "
+                    f"{100 * least:.1f} % of the {measure}; allow at least {measure}={math.ceil(100 * least) / 100:g}, "
+                    "or give smaller choices."
+                )
 
     def reshape(self, anatomy: Anatomy, undecided: Mapping[str, UndecidedWidth]) -> Mapping[str, UndecidedWidth]:
         searched = {
@@ -169,7 +185,7 @@ class ChannelSearch(Method):
             raise DataError(f"{self.name} trains on labels, and the data has none; name labeled data.")
         before, dtypes = block_parameters(model.anatomy), remember_dtypes(model.network)
         run = ChannelSearchRun(self, model, context)
-        run.check_reachable()
+        self._check_reachable(model.anatomy, run.image_size)
         facts = run.search()
         positions = run.fit_budgets()
         widths = run.derive(positions)
@@ -195,12 +211,9 @@ class ChannelSearchRun:
         self.halves = samples.split(0.5)  # of the weights, and of the widths
         model.network.float().to(self.device).eval()
         anatomy = model.anatomy
-        size = getattr(anatomy.network.config, "image_size", None) or samples.tensors["pixel_values"].shape[-1]
-        workload = Workload(image_size=size)
-        self.terms: dict[str, list[CostTerm]] = {
-            "macs": convolution_cost_terms(anatomy, "macs", workload),
-            "parameters": convolution_cost_terms(anatomy, "parameters", workload),
-        }
+        stated: int | None = getattr(anatomy.network.config, "image_size", None)
+        self.image_size = stated or samples.tensors["pixel_values"].shape[-1]
+        self.terms = {measure: _cost_terms(anatomy, measure, self.image_size) for measure in MEASURES}
         units = [part.units for part in anatomy.parts]
         self.costs_before = {measure: evaluate_cost(terms, units) for measure, terms in self.terms.items()}
         generator = torch.Generator().manual_seed(context.seed)
@@ -227,22 +240,11 @@ class ChannelSearchRun:
         """Return the cost of the most probable candidates."""
         return self.share(measure, [choice.best for choice in self.choices])
 
-    def check_reachable(self) -> None:
-        """Raise if even the smallest candidates exceed a budget."""
-        for measure, keep in self.method.budgets.items():
-            least = self.share(measure, [0] * len(self.choices))
-            if least > keep:
-                raise BudgetError(
-                    f"no widths of {self.method.name} reach {measure}={keep:g}: the smallest choices leave "
-                    f"{100 * least:.1f} % of the {measure}; allow at least {measure}={math.ceil(100 * least) / 100:g}, "
-                    "or give smaller choices."
-                )
-
     def search(self) -> dict[str, Any]:
         """Train weights and widths in turns, epoch by epoch, or resume after the last finished one; return facts."""
         self._prepare()
-        first, epochs = self._load(), self.method.epochs
-        for epoch in self._track(range(first, epochs)):
+        epochs = range(self._load(), self.method.epochs)
+        for epoch in self.context.progress.track(epochs, self.method.name):
             loss = self._train_epoch(epoch)
             facts = {
                 "step": (epoch + 1) * self.steps_per_epoch,
@@ -379,9 +381,6 @@ class ChannelSearchRun:
         """Return the random numbers by which the candidates of a pass are drawn."""
         return torch.Generator().manual_seed(self.context.seed * 1_000_003 + number)
 
-    def _track(self, epochs: range) -> Iterator[int]:
-        return self.context.progress.track(epochs, self.method.name, total=len(epochs))
-
     def _save(self, epoch: int) -> None:
         """Save what the next epoch starts from."""
         tensors = {f"network.{name}": tensor for name, tensor in self.model.network.state_dict().items()}
@@ -417,6 +416,11 @@ class ChannelSearchRun:
 
     def _optimizers(self) -> dict[str, torch.optim.Optimizer]:
         return {"weights": self.optimizer, "widths": self.width_optimizer}
+
+
+def _cost_terms(anatomy: Anatomy, measure: str, image_size: int) -> list[CostTerm]:
+    metric: CostMetric = "macs" if measure == "macs" else "parameters"
+    return convolution_cost_terms(anatomy, metric, Workload(image_size=image_size))
 
 
 def _inside(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

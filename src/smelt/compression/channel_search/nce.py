@@ -28,6 +28,7 @@ from smelt.compression.channel_search.base import ChannelSearch, ChannelSearchRu
 from smelt.errors import RecipeError
 
 SAMPLED = 2  # candidates of a part that a pass computes
+_ROUNDING = 1e-6  # of products that are whole numbers
 
 
 @METHODS.register(
@@ -44,7 +45,7 @@ class Nce(ChannelSearch):
     """
 
     choices: tuple[float, ...] = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the channels before the search
-    threshold: float = 0.3  # probability of the largest candidate above which a larger one is added; 1: never
+    threshold: float = 0.15  # probability of the largest candidate above which a larger one is added; 1: never
     step: float = 0.125  # by which a larger candidate is wider, of the channels before the search
     max_width: float = 2.0  # of the channels before the search, that candidates may grow to
     expand_until: float = 0.75  # fraction of the search after which nothing is added
@@ -65,11 +66,12 @@ class Nce(ChannelSearch):
         within(self.name, "cost_weight", self.cost_weight, 0.0, 1000.0)
 
     def candidates(self, units: int) -> tuple[list[int], list[int]]:
-        multiple = self.channel_multiple
+        multiple, most = self.channel_multiple, self.max_width * units + _ROUNDING
         initial = {max(round(choice * units / multiple), 1) * multiple for choice in self.choices}
-        steps = int((self.max_width - 1) / self.step + 1e-9) if self.threshold < 1 else 0
-        larger = {math.ceil(units * (1 + number * self.step) / multiple) * multiple for number in range(1, steps + 1)}
-        return sorted(initial), sorted(width for width in larger - initial if width <= self.max_width * units)
+        steps = int((self.max_width - 1) / self.step + _ROUNDING) if self.threshold < 1 else 0
+        wanted = (units * (1 + number * self.step) for number in range(1, steps + 1))
+        larger = {math.ceil(width / multiple - _ROUNDING) * multiple for width in wanted}
+        return sorted(initial), sorted(width for width in larger - initial if width <= most)
 
     def temperature(self, progress: float) -> float:
         """Return the temperature of the Gumbel softmax after a fraction of the search."""
