@@ -95,7 +95,7 @@ class CarveExperts(Method):
     router_width: int = 128  # at most the hidden size
     router_layers: int = 1  # blocks of attention and feed-forward
     router_window: int = 128  # tokens that the router's attention sees
-    router_epochs: float = 8.0
+    router_epochs: float = 8.0  # over the samples
     router_optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3, weight_decay=0.01))
     losses: tuple[LossTerm, ...] = (Labels(),)  # terms that are added up, for the experts
     teacher: str | None = None  # source: the model before this step, for losses such as logits; null: none
