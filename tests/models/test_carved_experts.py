@@ -86,6 +86,14 @@ def test_the_last_ids_decide_the_expert_of_a_token() -> None:
     assert torch.allclose(alone, full, atol=1e-5) and not torch.allclose(shorter, full, atol=1e-4)
 
 
+def test_mixed_precision_does_not_change_the_routes() -> None:
+    routing, tokens = router(BUILDS["llama"]()), ids(batch=16, length=60)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = routing.route(tokens)
+        rounded = routing(tokens).argmax(dim=-1)
+    assert torch.equal(inside, routing.route(tokens)) and not torch.equal(rounded, inside)
+
+
 def test_long_prompts_are_routed_in_parts() -> None:
     """600 tokens, of which 512 attend at once; a plain mask over all of them is the oracle."""
     routing, tokens = router(BUILDS["llama"](), window=5, layers=1), ids(batch=1, length=600)

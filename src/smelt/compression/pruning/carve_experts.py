@@ -274,7 +274,7 @@ class CarveExperts(Method):
         facts, weights = context.checkpoint.load_facts("router"), context.checkpoint.load("router")
         if facts is None or weights is None:
             student = RouterStudent(router, anatomy.network.config)
-            task = TrainingTask(student, samples, validation, is_classifier=False, saves_model=False)
+            task = TrainingTask(student, samples, validation, False, saves_model=False, graph_state=lambda: None)
             trained = run_training(
                 task, lambda: self._train_config(context, samples, self.router_epochs, self.router_optimizer, "off"),
                 folder / "router", samples.device, name=f"{self.name}: router", select=self.select,
