@@ -390,10 +390,10 @@ def layer_target(values: Tensor, masks: Tensor) -> Tensor:
     for fifths in _RANKS:
         rank = private - 1 if fifths == len(_RANKS) else fifths * private // len(_RANKS)
         graded += (values > ranked[:, min(rank, private - 1), None]).to(values.dtype)
-    scores = graded / (3 * private) @ masks.T
-    scores = _SHARPNESS * (scores - scores.mean(dim=1, keepdim=True))
+    counts = graded @ masks.T  # whole numbers, so that a tie is one on every machine
+    scores = _SHARPNESS * (counts - counts.mean(dim=1, keepdim=True)) / (3 * private)
     experts = masks.shape[0]
-    label = F.one_hot(scores.argmax(dim=1), experts).to(values.dtype)
+    label = F.one_hot(counts.argmax(dim=1), experts).to(values.dtype)
     hard = (1 - _SMOOTHING) * label + _SMOOTHING / experts
     return _LABEL_SHARE * hard + (1 - _LABEL_SHARE) * scores.softmax(dim=1)
 
