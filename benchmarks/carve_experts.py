@@ -67,7 +67,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "LRU, on demand, plain order": {"expert_policy": "lru", "expert_batching": False, "expert_prefetch": False},
 }
 SIZES = {
-    "full": {"model": "smollm2-135m", "samples": 320, "seq_len": 256, "epochs": 2.0, "router_epochs": 4.0,
+    "full": {"model": "smollm2-135m", "samples": 256, "seq_len": 256, "epochs": 2.0, "router_epochs": 4.0,
              "tokens": 16384, "requests": 192, "rate": 24.0, "max_prompt": 512, "max_output": 64, "batch": 16},
     "small": {"model": "stories260K", "samples": 96, "seq_len": 128, "epochs": 3.0, "router_epochs": 4.0,
               "tokens": 8192, "requests": 48, "rate": 8.0, "max_prompt": 128, "max_output": 32, "batch": 16},
@@ -93,7 +93,10 @@ def main() -> None:
             done -= {(name, options.seeds[0]) for name in (CARVED, ONE_HALF)}  # their networks are served
             rows = [row for row in rows if "served" in row or (row["row"], row["seed"]) in done]
         cells = [
-            {"row": name, "seed": seed} for seed in options.seeds for name in QUALITY if seed == 0 or name != SOURCE
+            {"row": name, "seed": seed}
+            for seed in options.seeds
+            for name in QUALITY
+            if seed == options.seeds[0] or name != SOURCE
         ]
         cells = [cell for cell in cells if (cell["row"], cell["seed"]) not in done]
         parts = [part for index in range(options.jobs) if (part := cells[index :: options.jobs])]
@@ -243,8 +246,11 @@ def serve(name: str, options: argparse.Namespace) -> Row:
     folder = str(options.folder / ("half" if name == ONE_HALF else "carved"))
     slots = {} if name in (ONE_HALF, RESIDENT) else {"expert_slots": options.slots}
     longest = options.max_prompt + options.max_output
-    engine = Engine(folder, device=options.device, compiled=False, max_model_len=longest,
-                    enable_prefix_caching=False, max_num_seqs=64, **slots, **SERVED[name])  # fmt: skip
+    dtype = torch.bfloat16 if options.device.startswith("cuda") else None
+    engine = Engine(
+        load(folder, device=options.device, dtype=dtype), device=options.device, compiled=False, max_model_len=longest,
+        enable_prefix_caching=False, max_num_seqs=64, **slots, **SERVED[name],
+    )  # fmt: skip
     engine.warmup([32] * 8)
     requests = trace_requests(engine, options)
     before, accesses = engine.state(), record_experts(engine)

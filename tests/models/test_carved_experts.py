@@ -86,6 +86,14 @@ def test_the_last_ids_decide_the_expert_of_a_token() -> None:
     assert torch.allclose(alone, full, atol=1e-5) and not torch.allclose(shorter, full, atol=1e-4)
 
 
+def test_mixed_precision_does_not_change_the_routes() -> None:
+    routing, tokens = router(BUILDS["llama"]()), ids(batch=16, length=60)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = routing.route(tokens)
+        rounded = routing(tokens).argmax(dim=-1)
+    assert torch.equal(inside, routing.route(tokens)) and not torch.equal(rounded, inside)
+
+
 def test_long_prompts_are_routed_in_parts() -> None:
     """600 tokens, of which 512 attend at once; a plain mask over all of them is the oracle."""
     routing, tokens = router(BUILDS["llama"](), window=5, layers=1), ids(batch=1, length=600)
@@ -207,6 +215,7 @@ def test_heads_can_be_removed_before_carving(tmp_path: Path) -> None:
         ({"shared": -1}, "do not fit"),
         ({"shared": 1.5}, "do not fit"),
         ({"experts": [8, 8]}, "do not fit"),
+        ({"experts": [8, 8, 33]}, "do not fit"),
         ({"experts": [8, 8, "8"]}, "do not fit"),
         ({"vocab_size": 98}, "do not fit"),
         ({"width": 15}, "RoPE cannot use"),
@@ -252,6 +261,21 @@ def test_networks_without_gated_feed_forwards_are_refused(family: str, words: st
     network = BUILDS[family]()
     with pytest.raises(ModelError, match=words):
         carve(anatomy_of(network), [CHANNELS] * 3, None)  # type: ignore[arg-type]
+
+
+def test_feed_forwards_with_more_than_a_gate_are_refused() -> None:
+    for name, value in (("extra", torch.nn.Linear(2, 2)), ("act_fn", None)):
+        network = BUILDS["llama"]()
+        setattr(network.model.layers[1].mlp, name, value)
+        with pytest.raises(ModelError, match="with a gate"):
+            carve(anatomy_of(network), [CHANNELS] * 3, router(network))
+
+
+def test_ids_may_be_given_by_position() -> None:
+    model, tokens = carved(), ids()
+    with torch.no_grad():
+        by_name = model.network.model(input_ids=tokens).last_hidden_state
+        assert torch.equal(model.network.model(tokens).last_hidden_state, by_name)
 
 
 def test_what_knows_no_carved_experts_says_so(tmp_path: Path) -> None:

@@ -93,7 +93,8 @@ class ExpertRouter(nn.Module):
     @torch.no_grad()
     def route(self, input_ids: Tensor, attention_mask: Tensor | None = None, **cached: Any) -> Tensor:
         """Return the expert of each token, [batch, tokens]."""
-        return self(input_ids, attention_mask, **cached).argmax(dim=-1)
+        with torch.autocast(input_ids.device.type, enabled=False):  # the same in mixed-precision training
+            return self(input_ids, attention_mask, **cached).argmax(dim=-1)
 
     def shares(self, input_ids: Tensor) -> list[float]:
         """Return the fraction of these tokens that each expert gets."""

@@ -95,7 +95,7 @@ class CarveExperts(Method):
     router_width: int = 128  # at most the hidden size
     router_layers: int = 1  # blocks of attention and feed-forward
     router_window: int = 128  # tokens that the router's attention sees
-    router_epochs: float = 8.0
+    router_epochs: float = 8.0  # over the samples
     router_optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3, weight_decay=0.01))
     losses: tuple[LossTerm, ...] = (Labels(),)  # terms that are added up, for the experts
     teacher: str | None = None  # source: the model before this step, for losses such as logits; null: none
@@ -274,7 +274,7 @@ class CarveExperts(Method):
         facts, weights = context.checkpoint.load_facts("router"), context.checkpoint.load("router")
         if facts is None or weights is None:
             student = RouterStudent(router, anatomy.network.config)
-            task = TrainingTask(student, samples, validation, is_classifier=False, saves_model=False)
+            task = TrainingTask(student, samples, validation, False, saves_model=False, graph_state=lambda: None)
             trained = run_training(
                 task, lambda: self._train_config(context, samples, self.router_epochs, self.router_optimizer, "off"),
                 folder / "router", samples.device, name=f"{self.name}: router", select=self.select,
@@ -390,10 +390,10 @@ def layer_target(values: Tensor, masks: Tensor) -> Tensor:
     for fifths in _RANKS:
         rank = private - 1 if fifths == len(_RANKS) else fifths * private // len(_RANKS)
         graded += (values > ranked[:, min(rank, private - 1), None]).to(values.dtype)
-    scores = graded / (3 * private) @ masks.T
-    scores = _SHARPNESS * (scores - scores.mean(dim=1, keepdim=True))
+    counts = graded @ masks.T  # whole numbers, so that a tie is one on every machine
+    scores = _SHARPNESS * (counts - counts.mean(dim=1, keepdim=True)) / (3 * private)
     experts = masks.shape[0]
-    label = F.one_hot(scores.argmax(dim=1), experts).to(values.dtype)
+    label = F.one_hot(counts.argmax(dim=1), experts).to(values.dtype)
     hard = (1 - _SMOOTHING) * label + _SMOOTHING / experts
     return _LABEL_SHARE * hard + (1 - _LABEL_SHARE) * scores.softmax(dim=1)
 
