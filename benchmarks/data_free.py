@@ -112,7 +112,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="a few images and updates; writes no results")
     options = parser.parse_args()
     if options.smoke:
-        options.seeds, options.bits, options.images, options.test = [0], [2], 16, 100
+        options.seeds, options.bits, options.images, options.test = [0], [2], 8, 100
         options.iterations, options.generator_steps, options.sampling_steps, options.dense_epochs = 4, 2, 2, 0.0
         options.small_generator = True
     return options
