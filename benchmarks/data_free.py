@@ -262,8 +262,8 @@ def text(rows: list[Row], options: argparse.Namespace) -> str:
     quantized.sort(key=lambda row: (row["bits"], order.index(row["method"]), list(SOURCES).index(row["source"])))
     cells = []
     for bits, method, source in dict.fromkeys((row["bits"], row["method"], row["source"]) for row in quantized):
-        same = sorted((row for row in quantized if (row["bits"], row["method"], row["source"]) == (bits, method, source)),
-                      key=lambda row: row["seed"])  # fmt: skip
+        matching = [row for row in quantized if (row["bits"], row["method"], row["source"]) == (bits, method, source)]
+        same = sorted(matching, key=lambda row: row["seed"])
         gaps = [row["real_loss"] - row["calibration_loss"] for row in same]
         cells.append([
             f"W{bits}A4", method, source, *mean_and_seeds([100 * row["accuracy"] for row in same]),
