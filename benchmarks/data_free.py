@@ -112,7 +112,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="a few images and updates; writes no results")
     options = parser.parse_args()
     if options.smoke:
-        options.seeds, options.bits, options.images, options.test = [0], [2], 16, 100
+        options.seeds, options.bits, options.images, options.test = [0], [2], 8, 100
         options.iterations, options.generator_steps, options.sampling_steps, options.dense_epochs = 4, 2, 2, 0.0
         options.small_generator = True
     return options
@@ -262,8 +262,8 @@ def text(rows: list[Row], options: argparse.Namespace) -> str:
     quantized.sort(key=lambda row: (row["bits"], order.index(row["method"]), list(SOURCES).index(row["source"])))
     cells = []
     for bits, method, source in dict.fromkeys((row["bits"], row["method"], row["source"]) for row in quantized):
-        same = sorted((row for row in quantized if (row["bits"], row["method"], row["source"]) == (bits, method, source)),
-                      key=lambda row: row["seed"])  # fmt: skip
+        matching = [row for row in quantized if (row["bits"], row["method"], row["source"]) == (bits, method, source)]
+        same = sorted(matching, key=lambda row: row["seed"])
         gaps = [row["real_loss"] - row["calibration_loss"] for row in same]
         cells.append([
             f"W{bits}A4", method, source, *mean_and_seeds([100 * row["accuracy"] for row in same]),

@@ -18,6 +18,7 @@ from smelt.models.image_generation import (
     sample_images,
     to_pixels,
 )
+from smelt.models.network import empty_network
 from tests.tiny import BUILDS
 
 
@@ -167,6 +168,11 @@ def test_it_is_saved_and_reloaded(tmp_path: Path) -> None:
         assert torch.equal(
             loaded.predict_noise(noisy, steps, condition), network.predict_noise(noisy, steps, condition)
         )
+
+
+def test_its_config_alone_says_how_it_is_built() -> None:
+    network = empty_network(ImageDiffusionConfig(hidden_sizes=(8,), attention_levels=(), num_attention_heads=1), "here")
+    assert type(network) is ImageDiffusionModel
 
 
 def test_another_model_is_no_generator(tmp_path: Path) -> None:

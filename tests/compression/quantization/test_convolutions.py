@@ -137,7 +137,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["awq", "smoothquant", "mixed"])
 def test_methods_for_linear_layers_refuse_convolutions(method: str) -> None:
-    with pytest.raises(ModelError, match="is a convolution; use rtn, hqq or gptq"):
+    with pytest.raises(ModelError, match="is a convolution; use rtn, hqq, gptq or brecq"):
         quantize_tiny("resnet", {"method": method})
 
 
