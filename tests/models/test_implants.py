@@ -144,6 +144,7 @@ def test_scales_are_moved_through_an_implant_too(method: str) -> None:
         "many", [{"part": "nothing", "rank": 3}], [{"part": "FIRST", "rank": 0}], [{"part": "FIRST", "rank": 33}],
         [{"part": "FIRST", "rank": True}], [{"part": "FIRST", "channels": 3}], [{"part": "FIRST"}],
         [{"part": "FIRST", "rank": 3}, {"part": "FIRST", "rank": 3}],
+        [{"part": "FIRST", "rank": 3}, {"part": "nothing", "rank": 3}],
     ],
 )  # fmt: skip
 def test_damaged_artifacts(entries: Any, tmp_path: Path) -> None:

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 import smelt.compression.pruning
 import smelt.compression.quantization  # noqa: F401
 from smelt.compression.base import METHODS, Choices, MethodContext
+from smelt.compression.budget import Budget
 from smelt.compression.calibration.gradients import batch_loss
 from smelt.compression.calibration.hessian import UnitTraces, hessian_traces
 from smelt.compression.checkpoint import Checkpoint
 from smelt.compression.pruning.base import _parse_ranges
-from smelt.compression.pruning.hap import Hap
+from smelt.compression.pruning.hap import Hap, _ImplantCosts
 from smelt.compression.pruning.repair import cut
 from smelt.errors import BudgetError, DataError, ModelError, RecipeError
-from smelt.measure.cost import Workload, block_cost, unit_parameters
+from smelt.measure.cost import Workload, block_cost, cost_with_units, unit_parameters
 from smelt.models.anatomy import anatomy_of
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.implants import implants_of
@@ -58,6 +59,21 @@ def test_the_budget_is_met_with_the_implants(name: str, implant: float, measure:
     assert (facts.get("implanted_units", 0) > 3) == bool(implant) == bool(implants_of(model.anatomy))
     for part in model.anatomy.parts:
         assert part.units >= np.ceil(0.05 * part.original_units) and len(part.kept) == part.units
+
+
+@pytest.mark.parametrize("measure", ["parameters", "macs", "bytes"])
+@pytest.mark.parametrize("name", ["resnet", "resnet-bottleneck", "bert"])
+def test_the_cost_of_implants_is_known_before_they_exist(name: str, measure: Any) -> None:
+    model, generator = build(name), np.random.default_rng(0)
+    method = Hap(Budget(measure, 0.6), implant=0.5, seq_len=11)
+    scores = [generator.random(part.units) for part in model.anatomy.parts]
+    choice = method.select_units(model.anatomy, scores, MethodContext(), method.budget)
+    added = _ImplantCosts(model.anatomy, measure, WORKLOAD).added(
+        choice, method.implant_sizes(model.anatomy, scores, choice)
+    )
+    kept = cost_with_units(model.anatomy, [len(units) for units in choice], measure, WORKLOAD)
+    method._cut_and_implant(model, choice, method.bands(model.anatomy, scores, choice))
+    assert block_cost(model.anatomy, measure, WORKLOAD) == pytest.approx(kept + added) and added > 0
 
 
 @pytest.mark.parametrize("name", IMPLANTED)
