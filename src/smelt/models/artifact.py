@@ -129,10 +129,14 @@ def _load_generation_config(network: PreTrainedModel, folder: Path) -> None:
         network.generation_config = generation
 
 
+def is_artifact(folder: Path) -> bool:
+    """Return whether `save_artifact` wrote a folder."""
+    return (folder / "smelt.json").is_file()
+
+
 def has_program(folder: Path) -> bool:
     """Return whether a folder is an artifact that holds a program instead of weights."""
-    file = folder / "smelt.json"
-    return file.is_file() and "program" in read_object(file)
+    return is_artifact(folder) and "program" in read_object(folder / "smelt.json")
 
 
 def _loaded_model(network: PreTrainedModel, folder: Path, content: dict[str, Any]) -> Model:

@@ -15,7 +15,7 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, Repo
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from smelt.errors import ModelError, ResourceError
-from smelt.models.artifact import has_program, load_artifact, shaped_network
+from smelt.models.artifact import has_program, is_artifact, load_artifact, shaped_network
 from smelt.models.bundled import BUNDLED, bundled_gguf, ensure_bundled
 from smelt.models.compressed_tensors import compressed_skeleton, load_compressed
 from smelt.models.config import COMPRESSED_TENSORS, MXFP4, quant_method, read_config, read_generation_config
@@ -55,7 +55,7 @@ def load(spec: str | Path, *, dtype: torch.dtype | None = None, device: str = "c
     logger.debug("loading %s from %s on %s", spec, path, device)
     if packed and str(spec) in BUNDLED:
         path = bundled_gguf(str(spec)) or path
-    if _is_artifact(path):
+    if is_artifact(path):
         model = load_artifact(path, dtype=dtype, device=device)
         _settle_arithmetic(model.network.dtype, device)
         return model
@@ -86,7 +86,7 @@ def load_config(spec: str | Path) -> PreTrainedConfig:
 def skeleton(spec: str | Path) -> PreTrainedModel:
     """Build the network that `spec` names on the meta device, without allocating memory."""
     path = resolve(spec, config_only=True)
-    if _is_artifact(path):
+    if is_artifact(path):
         return shaped_network(path).to("meta")
     if (method := quant_method(path)) in _SKELETONS:
         return _SKELETONS[method](path)
@@ -143,10 +143,6 @@ def _fetch_from_hub(hub_id: str, patterns: list[str]) -> Path:
         ) from error
     except Exception as error:  # network stacks raise many exception types
         raise ModelError(f"{hub_id} could not be fetched from the hub ({one_line(error)}).") from error
-
-
-def _is_artifact(path: Path) -> bool:
-    return (path / "smelt.json").is_file()
 
 
 def _check_device(device: str) -> None:

@@ -13,9 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 import smelt
+from smelt.compression.base import MethodContext
+from smelt.compression.methods import METHODS
+from smelt.models.artifact import save_artifact
 from smelt.train.trainer.config import TrainConfig
 from smelt.train.trainer.run_folder import RunFolder
 from tests.train.trainer.runs import RESNET, TEXT, images, language, run_refused, run_training
+from tests.trained import character_model
 
 ROOT = Path(__file__).parents[3]
 
@@ -200,3 +204,23 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
     if name == "digits":
         content["data"] = images(tmp_path)["data"]
     assert len(run_training(2, content, tmp_path / "run")) == 2
+
+
+@pytest.mark.parametrize("changes", [{}, {"tokenizer": "model"}], ids=["own-tokenizer", "named-tokenizer"])
+def test_an_artifact_is_saved_as_one(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Its layers differ in width, which transformers' folders cannot say."""
+    model = character_model()
+    METHODS.build("random", budget={"parameters": 0.6}).apply(model, MethodContext())
+    model.history = [{"method": "random"}]
+    (tmp_path / "pruned").mkdir()
+    save_artifact(model, tmp_path / "pruned")
+    named = {name: str(tmp_path / "pruned") for name in changes}
+    lines = run_training(1, language(tmp_path, model=str(tmp_path / "pruned"), **named, steps=2), tmp_path / "run")
+    trained = smelt.load(tmp_path / "run" / "model")
+    assert trained.anatomy.shape() == model.anatomy.shape() and trained.history == model.history
+    assert trained.tokenizer is not None and trained.tokenizer.encode("cat") == model.tokenizer.encode("cat")
+    saved = weights(tmp_path / "run", 2)
+    assert len(lines) == 2 and all(
+        torch.equal(saved[name], tensor) for name, tensor in trained.network.named_parameters()
+    )
+    assert not torch.equal(trained.network.lm_head.weight, model.network.lm_head.weight)

@@ -22,11 +22,13 @@ from transformers import (
 )
 
 from smelt.errors import ModelError
+from smelt.models.artifact import is_artifact, save_artifact
 from smelt.models.config import config_from, quiet_transformers
 from smelt.models.image_diffusion import MODEL_TYPE as DIFFUSION
 from smelt.models.image_generation import load_generator
 from smelt.models.json_file import one_line
 from smelt.models.load import load, resolve
+from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear
 from smelt.models.tokenizer import load_tokenizer_only
 from smelt.train.trainer.config import TrainConfig
@@ -56,6 +58,7 @@ class TrainingTask:
     graph_state: Callable[[], Hashable] = lambda: ()
     has_perplexity: bool = True  # its loss is a negative log-likelihood per token (unless it is a classifier)
     saves_model: bool = True  # at the end; false: whoever runs it goes on with the network in memory
+    artifact: Model | None = None  # of Smelt, which the network is of: only Smelt can save its widths and layers
 
     @property
     def layers(self) -> nn.Module:
@@ -64,7 +67,10 @@ class TrainingTask:
         return inner
 
     def save(self, folder: Path) -> None:
-        """Save the network and its tokenizer as transformers does."""
+        """Save the network and its tokenizer as transformers does, or as the artifact that it came from."""
+        if self.artifact is not None:
+            save_artifact(self.artifact, folder)
+            return
         with quiet_transformers():
             self.network.save_pretrained(folder)
             if self.tokenizer is not None:
@@ -80,8 +86,9 @@ def build_task(config: TrainConfig) -> TrainingTask:
 def _language_task(config: TrainConfig) -> TrainingTask:
     tokenizer: PreTrainedTokenizerBase | None
     if isinstance(config.model, str):
-        network, tokenizer = _pretrained_model(config.model, "language")
+        network, tokenizer, artifact = _pretrained_model(config.model, "language")
     else:
+        artifact = None
         tokenizer = None if config.tokenizer is not None else byte_tokenizer()
         sizes = {} if tokenizer is None else {"vocab_size": len(tokenizer)}
         network = _new_model({**sizes, **config.model}, AutoModelForCausalLM, config.seed)
@@ -89,6 +96,8 @@ def _language_task(config: TrainConfig) -> TrainingTask:
         tokenizer = load_tokenizer_only(resolve(config.tokenizer))
     if tokenizer is None:
         raise ModelError(f"{config.tokenizer or config.model} has no tokenizer; name a model that has one.")
+    if artifact is not None:
+        artifact.tokenizer = tokenizer
     max_len = getattr(network.config, "max_position_embeddings", None) or config.data.seq_len
     if max_len < config.data.seq_len:
         raise ModelError(
@@ -97,15 +106,18 @@ def _language_task(config: TrainConfig) -> TrainingTask:
     vocab_size = int(network.get_input_embeddings().weight.shape[0])
     train, held_out = load_token_windows(config.data, tokenizer, vocab_size)
     metadata = {"windows": len(train), "held_out": len(held_out), "vocabulary": len(tokenizer)}
-    return TrainingTask(network, train, held_out, False, tokenizer, {"use_cache": False}, metadata)
+    return TrainingTask(
+        network, train, held_out, False, tokenizer, {"use_cache": False}, metadata, artifact=artifact
+    )  # fmt: skip
 
 
 def _image_task(config: TrainConfig) -> TrainingTask:
     train, held_out = load_image_splits(config.data)
     channels, classes = train.pixels.shape[1], max(train.classes, held_out.classes)
     if isinstance(config.model, str):
-        network, _ = _pretrained_model(config.model, "images")
+        network, _, artifact = _pretrained_model(config.model, "images")
     else:
+        artifact = None
         values: dict[str, Any] = {"num_channels": channels, "num_labels": classes, **config.model}
         network = _new_model(values, AutoModelForImageClassification, config.seed)
     _check_image_model(network.config, channels, classes, config.data.train)
@@ -118,7 +130,7 @@ def _image_task(config: TrainConfig) -> TrainingTask:
         "image_std": std.tolist(),
     }
     datasets = NormalizedImages(train, mean, std), NormalizedImages(held_out, mean, std)
-    return TrainingTask(network, *datasets, True, metadata=metadata)
+    return TrainingTask(network, *datasets, True, metadata=metadata, artifact=artifact)
 
 
 def _diffusion_task(config: TrainConfig) -> TrainingTask:
@@ -173,14 +185,14 @@ def _build(build: Callable[[], PreTrainedModel], seed: int) -> PreTrainedModel:
         raise ModelError(f"transformers cannot build the `model` of the configuration ({one_line(error)}).") from error
 
 
-def _pretrained_model(spec: str, task: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """Load an existing model in float32."""
+def _pretrained_model(spec: str, task: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, Model | None]:
+    """Load an existing model in float32; return its network, its tokenizer, and itself if it is an artifact."""
     model = load(spec, dtype=torch.float32)
     if model.task != task:
         raise ModelError(f"{spec} is a model for {model.task}, but the task is {task}; choose a model for that task.")
     if any(isinstance(module, QuantizedLinear) for module in model.network.modules()):
         raise ModelError(f"{spec} has quantized layers, which have no gradient; train the model it was made from.")
-    return model.network, model.tokenizer
+    return model.network, model.tokenizer, model if is_artifact(resolve(spec)) else None
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
