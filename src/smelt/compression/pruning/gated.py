@@ -86,7 +86,9 @@ class GatedPruning(Method):
     """Train gates on the heads together with the weights, and remove the heads whose gates close."""
 
     # Of heads or parameters that stay: the coefficient is adapted during the training; null: give `coefficient`.
-    budget: Budget | None = field(default=None, metadata={"example": "budget: {heads: 0.5}"})
+    budget: Budget | None = field(  # of heads or parameters; null: the coefficient decides how many are closed
+        default=None, metadata={"example": "budget: {heads: 0.5}"}
+    )
     coefficient: float | None = None  # of the penalty per open head; null: adapted to the budget
     min_heads: int = 1  # heads (or KV groups) that every layer keeps; 0: a layer may lose all and add nothing
     head_multiple: int = 1  # keep heads (or KV groups) in multiples of this
