@@ -30,6 +30,7 @@ def test_a_decoder(place: Place, tmp_path: Path, smelt_here: Smelt) -> None:
     assert text.count("<td") > 27 and "Experts" not in text and "cheapest to remove" in done.out
     for removal in content["removals"]:
         assert f"{removal['increase']:+.4f}".replace("-", "−") in text
+    assert str(place.folder) not in text and "/llama costs to remove" in text, "paths are shortened"
     assert "http" not in text.replace("http-equiv", "") and "<script" not in text
 
 

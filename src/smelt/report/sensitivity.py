@@ -13,6 +13,7 @@ from typing import Any
 from smelt.report import numbers, sections
 from smelt.report.markup import Markup, note, section, table, tag
 from smelt.report.page import page
+from smelt.report.rows import short_path
 
 Content = Mapping[str, Any]
 Entry = Mapping[str, Any]
@@ -32,7 +33,7 @@ _CHEAPEST = 10
 
 def render_sensitivity(content: Content) -> str:
     """Render the page."""
-    title = f"What each part of {content['model']} costs to remove"
+    title = f"What each part of {short_path(content['model'])} costs to remove"
     kinds = [kind for kind in TITLES if entries_of(content, kind)]
     return page(
         title,
@@ -76,7 +77,8 @@ def entries_of(content: Content, kind: str) -> list[Entry]:
 def conditions(content: Content) -> str:
     """Say in one line what was measured."""
     probes = "" if _is_measured(content) else f", Hessian traces with {content['probes']} random vectors each"
-    return f"loss {content['loss']:.4f} on {content['samples']} {content['sample']} of {content['data']}{probes}"
+    data = short_path(content["data"])
+    return f"loss {content['loss']:.4f} on {content['samples']} {content['sample']} of {data}{probes}"
 
 
 def cheapest_rows(content: Content) -> list[list[str]]:
