@@ -87,7 +87,7 @@ def unit_parameters(part: Part) -> int:
 
 
 def _head_parameters(part: Part) -> int:
-    """Count the parameters of one head that are none of a projection, such as persistent keys and values."""
+    """Count the parameters of one head outside its projections, such as persistent vectors."""
     return sum(parameter.shape[1:].numel() for parameter in part.head_parameters)
 
 

@@ -7,7 +7,7 @@ Transformer-XL (Dai et al., ACL 2019), scores of a query q against keys K, posit
     [(q + u) K^T + rel_shift((q + v) R^T) ; q (sqrt(head_dim) M_K)^T] / sqrt(head_dim)
 
 and the output is the softmax times [V ; sqrt(N) M_V]. Unlike Transformer-XL, training windows have no memory of the
-window before; generation keeps keys and values in a KV cache.
+window before; generation uses a KV cache.
 """
 
 from __future__ import annotations

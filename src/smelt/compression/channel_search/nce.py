@@ -39,7 +39,7 @@ _ROUNDING = 1e-6  # of products that are whole numbers
 )
 @dataclass(frozen=True)
 class Nce(ChannelSearch):
-    """Use before `qat` of a ResNet at 2 bits: layers that suffer from few bits get more channels, others fewer.
+    """Use before `qat` of a ResNet at 2 bits: layers sensitive to low precision get more channels, others fewer.
 
     All layers keep the same number of bits, and MACs and parameters their budgets.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +15,9 @@ from smelt.compression.calibration.gradients import gradient_bytes
 from smelt.compression.distillation.losses import LossTerm
 from smelt.compression.distillation.samples import Samples
 from smelt.compression.distillation.student import Student
+from smelt.compression.distillation.teachers import SOURCE
 from smelt.compression.distillation.training_run import run_training, share_of_batch
+from smelt.errors import RecipeError
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
 from smelt.train.trainer.config import (
@@ -62,6 +64,19 @@ def check_fine_tuning(method: FineTuning) -> None:
     within(method.name, "checkpoint_every", method.checkpoint_every, 1, 1_000_000_000)
     one_of(method.name, "precision", method.precision, ("off", "bf16"))
     one_of(method.name, "select", method.select, ("best", "last"))
+
+
+def check_logit_losses(name: str, losses: Sequence[LossTerm], teacher: str | None) -> None:
+    """Check the losses of a method that compares logits only, with the model before the step as its one teacher."""
+    if not losses:
+        raise RecipeError(f"{name} needs at least one term of the loss, such as `losses: [{{loss: labels}}]`.")
+    if teacher not in (None, SOURCE):
+        raise RecipeError(f"the teacher of {name} is the model before this step; give `teacher: source`.")
+    if any(term.intermediates for term in losses):
+        raise RecipeError(f"{name} compares logits only; remove losses of intermediate outputs.")
+    without_teacher = next((term.name for term in losses if term.needs_teacher and teacher is None), None)
+    if without_teacher is not None:
+        raise RecipeError(f"{name}: the loss {without_teacher} needs a teacher; give `teacher: source`.")
 
 
 def fine_tuning_to_json(method: FineTuning) -> Mapping[str, Any]:

@@ -143,7 +143,7 @@ class ObservedNetwork:
     def __init__(self, network: Any, paths: Sequence[BlockPaths] = (), names: Collection[str] = ()) -> None:
         self.network, self._names = network, set(names)
         takes_cache = "use_cache" in inspect.signature(network.forward).parameters
-        self._options = {"use_cache": False} if takes_cache else {}  # training reads no keys and values again
+        self._options = {"use_cache": False} if takes_cache else {}  # training needs no KV cache
         self._recorded: dict[str, dict[int, Tensor]] | None = None  # by name and position; None: nothing is collected
         self._intervention: str | None = None
         self._taught: Intermediates = {}

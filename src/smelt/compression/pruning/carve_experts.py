@@ -54,11 +54,12 @@ from smelt.compression.calibration.domain_neurons import (
     top_mask,
 )
 from smelt.compression.calibration.gradients import gradient_bytes
+from smelt.compression.distillation.fine_tuning import check_logit_losses
 from smelt.compression.distillation.intermediates import NetworkOutputs
 from smelt.compression.distillation.losses import Labels, LossTerm
 from smelt.compression.distillation.samples import Samples
 from smelt.compression.distillation.student import Student
-from smelt.compression.distillation.teachers import SOURCE, DenseTeacher
+from smelt.compression.distillation.teachers import DenseTeacher
 from smelt.compression.distillation.training_run import remember_dtypes, restore_dtypes, run_training
 from smelt.data.batches import text_batches
 from smelt.errors import DataError, ModelError, RecipeError
@@ -123,15 +124,7 @@ class CarveExperts(Method):
             raise RecipeError(f"{self.name} would carve nothing with width 1; give a fraction below 1, such as 0.5.")
         one_of(self.name, "precision", self.precision, ("off", "bf16"))
         one_of(self.name, "select", self.select, ("best", "last"))
-        if not self.losses:
-            raise RecipeError(f"{self.name} needs at least one term of the loss, such as `losses: [{{loss: labels}}]`.")
-        if self.teacher not in (None, SOURCE):
-            raise RecipeError(f"the teacher of {self.name} is the model before this step; give `teacher: source`.")
-        if any(term.intermediates for term in self.losses):
-            raise RecipeError(f"{self.name} trains with the logits of a teacher; remove losses of hidden states.")
-        needy = next((term.name for term in self.losses if term.needs_teacher), None)
-        if needy is not None and self.teacher is None:
-            raise RecipeError(f"{self.name}: the loss {needy} needs a teacher; give `teacher: source`.")
+        check_logit_losses(self.name, self.losses, self.teacher)
         if self.experts is not None and self.domains and self.experts > len(self.domains):
             raise RecipeError(
                 f"{self.name} carves one expert out of each domain, so {len(self.domains)} domains are too few for "

@@ -35,10 +35,11 @@ from smelt.compression.base import (
 from smelt.compression.budget import Budget
 from smelt.compression.calibration.gradients import gradient_bytes
 from smelt.compression.calibration.masks import apply_mask
+from smelt.compression.distillation.fine_tuning import check_logit_losses
 from smelt.compression.distillation.losses import Labels, LossTerm
 from smelt.compression.distillation.samples import Samples
 from smelt.compression.distillation.student import NetworkTeacher, Student
-from smelt.compression.distillation.teachers import SOURCE, DenseTeacher
+from smelt.compression.distillation.teachers import DenseTeacher
 from smelt.compression.distillation.training_run import (
     remember_dtypes,
     restore_dtypes,
@@ -85,8 +86,7 @@ class Gates(nn.Module):
 class GatedPruning(Method):
     """Train gates on the heads together with the weights, and remove the heads whose gates close."""
 
-    # Of heads or parameters that stay: the coefficient is adapted during the training; null: give `coefficient`.
-    budget: Budget | None = field(  # of heads or parameters; null: the coefficient decides how many are closed
+    budget: Budget | None = field(  # of heads or parameters that stay; null: the coefficient decides
         default=None, metadata={"example": "budget: {heads: 0.5}"}
     )
     coefficient: float | None = None  # of the penalty per open head; null: adapted to the budget
@@ -125,15 +125,7 @@ class GatedPruning(Method):
             within(self.name, "gate_lr", self.gate_lr, 1e-8, 10.0)
         within(self.name, "checkpoint_every", self.checkpoint_every, 1, 1_000_000_000)
         one_of(self.name, "precision", self.precision, ("off", "bf16"))
-        if not self.losses:
-            raise RecipeError(f"{self.name} needs at least one term of the loss, such as `losses: [{{loss: labels}}]`.")
-        if self.teacher not in (None, SOURCE):
-            raise RecipeError(f"the teacher of {self.name} is the model before this step; give `teacher: source`.")
-        if any(term.intermediates for term in self.losses):
-            raise RecipeError(f"{self.name} compares logits only; remove losses of intermediate outputs.")
-        needy = next((term.name for term in self.losses if term.needs_teacher), None)
-        if needy is not None and self.teacher is None:
-            raise RecipeError(f"{self.name}: the loss {needy} needs a teacher; give `teacher: source`.")
+        check_logit_losses(self.name, self.losses, self.teacher)
 
     @abstractmethod
     def make_gates(self, part: Part) -> Gates:

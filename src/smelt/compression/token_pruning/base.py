@@ -30,6 +30,7 @@ from smelt.compression.budget import Budget
 from smelt.compression.distillation.fine_tuning import (
     VALIDATION,
     check_fine_tuning,
+    check_logit_losses,
     fine_tune,
     fine_tuning_memory,
     fine_tuning_to_json,
@@ -37,7 +38,7 @@ from smelt.compression.distillation.fine_tuning import (
 from smelt.compression.distillation.losses import Labels, LossTerm
 from smelt.compression.distillation.samples import Samples
 from smelt.compression.distillation.student import NetworkTeacher, Student
-from smelt.compression.distillation.teachers import SOURCE, DenseTeacher
+from smelt.compression.distillation.teachers import DenseTeacher
 from smelt.compression.distillation.training_run import remember_dtypes, restore_dtypes
 from smelt.errors import BudgetError, DataError, ModelError, RecipeError
 from smelt.measure.token_cost import count_tokens, text_lengths, token_macs
@@ -76,15 +77,7 @@ class TokenPruning(Method):
         if self.budget.keep == 1:
             raise RecipeError(f"{self.name} would drop nothing with macs=1; give a fraction below 1.")
         check_fine_tuning(self)
-        if not self.losses:
-            raise RecipeError(f"{self.name} needs at least one term of the loss, such as `losses: [{{loss: labels}}]`.")
-        if self.teacher not in (None, SOURCE):
-            raise RecipeError(f"the teacher of {self.name} is the model before this step; give `teacher: source`.")
-        if any(term.intermediates for term in self.losses):
-            raise RecipeError(f"{self.name} drops tokens, so their hidden states cannot be compared; use logits.")
-        needy = next((term.name for term in self.losses if term.needs_teacher), None)
-        if needy is not None and self.teacher is None:
-            raise RecipeError(f"{self.name}: the loss {needy} needs a teacher; give `teacher: source`.")
+        check_logit_losses(self.name, self.losses, self.teacher)
 
     @abstractmethod
     def find_rule(self, run: TokenPruningRun) -> tuple[TokenRule, dict[str, Any]]:
