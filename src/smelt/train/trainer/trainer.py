@@ -222,7 +222,18 @@ class Trainer:
         start = batch_start(self.progress.samples, micro_step, config.batch_size, self.comm.world_size, self.comm.rank)
         batch = self.task.train.batch(self.sampler.indices(start, config.batch_size))
         torch.manual_seed(config.seed * 1_000_003 + start)  # for dropout: no RNG state has to be saved
-        return {name: tensor.to(self.device) for name, tensor in batch.items()}
+        return {name: self._to_device(tensor) for name, tensor in batch.items()}
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        """Move a tensor of a batch; images on a GPU become channels-last, as do the activations that follow from them.
+
+        cuDNN's tensor-core convolutions are channels-last: others transpose their input and output every time.
+        """
+        tensor = tensor.to(self.device)
+        is_image = tensor.dim() == 4 and tensor.is_floating_point()
+        if is_image and self.device.type == "cuda":
+            return tensor.contiguous(memory_format=torch.channels_last)
+        return tensor
 
     def _clip_grad_norm(self) -> float:
         """Return the norm of the reduced gradient, which is clipped if configured; the same on every rank."""
