@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import table, write
+from common import previous_rows, table, write
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=10, help="of a round")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--resume", action="store_true", help="keep the rows of other shapes of the results file")
     parser.add_argument("--smoke", action="store_true", help="a tiny shape, eager; no results are written")
     parser.add_argument("--name", default="fp8_step", help="of the results file")
     options = parser.parse_args()
@@ -70,7 +71,7 @@ def main() -> None:
         )
         options.steps = options.rounds = 1
     torch._dynamo.config.recompile_limit = 100  # rows and shapes share the code of a layer; beyond it all are eager
-    rows: list[Row] = []
+    rows = [row for row in previous_rows(options.name, options.resume) if row["shape"] not in options.shapes]
     for shape in options.shapes:
         rows += measure_shape(shape, options)
         if options.smoke:

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import shared, table, write
+from common import previous_rows, shared, table, write
 from qat_runs import Row, print_row, run_cell
 
 from smelt.compression.base import Batch, MethodContext
@@ -108,13 +108,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         options.folder = options.folder or Path(temporary)
         options.folder.mkdir(parents=True, exist_ok=True)
-        rows = [run_process(name, options) for name in (TEACHER, COST)]
+        rows = [run_process(name, options) for name in (COST, TEACHER)]  # the cost is timed alone on the device
         main_names = main_rows(options.group) if options.rows is None else options.rows
         names = [BASELINE, *main_names, *(grid_rows(options.group) if options.grid else ())]
+        options.kept = [row for row in previous_rows(options.name, options.resume) if row["row"] not in names]
         with ThreadPoolExecutor(options.jobs) as pool:
             for future in as_completed(pool.submit(run_process, name, options) for name in names):
                 rows.append(future.result())
-                rows.sort(key=lambda row: [TEACHER, COST, *names].index(row["row"]))
+                rows.sort(key=lambda row: [COST, TEACHER, *names].index(row["row"]))
                 is_last = len(rows) == 2 + len(names)
                 if is_last or (not options.smoke and any(row["row"] == BASELINE for row in rows)):
                     finish(rows, options)
@@ -135,6 +136,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=4, help="rows that are trained at the same time")
     parser.add_argument("--grid", action="store_true", help="add rows with other settings")
     parser.add_argument("--rows", nargs="+", help="by name; default: all without the grid")
+    parser.add_argument("--resume", action="store_true", help="keep other rows of the results file than --rows")
     parser.add_argument("--group", type=int, default=64, help="weights that share a scale")
     parser.add_argument("--compile", action="store_true", help="train the quantized rows by torch.compile")
     parser.add_argument("--smoke", action="store_true", help="a tiny model for a minute; nothing is written")
@@ -156,7 +158,7 @@ def run_process(name: str, options: argparse.Namespace) -> Row:
     plain = {
         key: value
         for key, value in vars(options).items()
-        if key not in ("cell", "rows", "grid", "smoke", "jobs", "compile")
+        if key not in ("cell", "rows", "grid", "smoke", "jobs", "compile", "resume", "kept")
     }
     flags = [part for key, value in plain.items() if value is not None
              for part in (f"--{key.replace('_', '-')}", str(value))]  # fmt: skip
@@ -274,20 +276,19 @@ def now(options: argparse.Namespace) -> float:
 
 def measure_cost(options: argparse.Namespace) -> Row:
     """Time steps of QAT and of fine-tuning with the same teacher and loss; compare the peak memory with the plan."""
-    folder = str(options.folder / "teacher")
     samples = math.ceil((options.cost_steps * BATCH_SIZE + 1) / 0.95)
     part = argparse.Namespace(**{**vars(options), "samples": max(samples, 24), "epochs": 1.0})
     times: list[float] = []
-    model = load(folder, device=options.device, dtype=torch.float32)
-    teacher = DenseTeacher(load(folder, device=options.device, dtype=torch.float32).network)
+    model = load(options.model, device=options.device, dtype=torch.float32)
+    teacher = DenseTeacher(load(options.model, device=options.device, dtype=torch.float32).network)
     train_float(model, train_batches(model, part), (LOSSES.build({"loss": "logits"}),), teacher, 1.0, part, times)
     del model, teacher
     if options.device == "cuda":
         torch.cuda.empty_cache()
-    step = settings({"method": "qat", "weights": two_bits(options.group), **KD}, part)
+    step = {**settings({"method": "qat", "weights": two_bits(options.group), **KD}, part), "compile": False}
     data = {"source": "default", "samples": part.samples, "seq_len": options.seq_len, "batch_size": 8}
-    planned = plan(folder, Recipe.parse({"steps": [step], "data": data}), device=options.device).peak_memory
-    model, progress = load(folder, device=options.device, dtype=torch.float32), StepTimes(options)
+    planned = plan(options.model, Recipe.parse({"steps": [step], "data": data}), device=options.device).peak_memory
+    model, progress = load(options.model, device=options.device, dtype=torch.float32), StepTimes(options)
     with tempfile.TemporaryDirectory() as temporary, PeakMemory() as memory:
         context = MethodContext(
             batches=train_batches(model, part), seed=options.seed, folder=Path(temporary), progress=progress
@@ -325,6 +326,10 @@ def finish(rows: list[Row], options: argparse.Namespace) -> None:
                      for name in row["results"]}  # fmt: skip
             plain["against_float"] = {name: {**pair.to_json(), "worst": None} for name, pair in pairs.items()}
         complete.append(plain)
+    order = [TEACHER, COST, BASELINE, *main_rows(options.group), *grid_rows(options.group)]
+    measured = {row["row"] for row in complete}
+    kept = [{**row, "kept": True} for row in options.kept if row["row"] not in measured]
+    complete = sorted([*complete, *kept], key=lambda row: order.index(row["row"]))
     text = describe(complete, options)
     print(text) if options.smoke else write(options.name, complete, text)
 
@@ -345,6 +350,8 @@ def describe(rows: list[Row], options: argparse.Namespace) -> str:
         cells.append([row["row"], f"{row['perplexity']:.2f}", ratio, *tasks, f"{row['seconds']:.0f}"])
     headings = ["row", "perplexity", "against float", *TASKS, "seconds"]
     failed = "".join(f"\n- {row['row']} failed: {row['failed'][-300:]}" for row in rows if "failed" in row)
+    kept = ", ".join(f"`{row['row']}`" for row in rows if row.get("kept"))
+    kept = f" Compared with the float row of an earlier run of this script: {kept}." if kept else ""
     timing = (
         f"A step of QAT takes {cost['time_ratio']:.2f} times one of fine-tuning with the same teacher "
         f"({cost['qat_step_seconds']:.3f} and {cost['float_step_seconds']:.3f} s); its peak memory is "
@@ -357,7 +364,7 @@ def describe(rows: list[Row], options: argparse.Namespace) -> str:
         f"of {options.seq_len} tokens of WikiText-2, {options.epochs:g} epochs in batches of {BATCH_SIZE}, lr {LR:g} "
         f"(float {FLOAT_LR:g}), seed {options.seed}. `{TEACHER}`: fine-tuned for {options.teacher_epochs:g} epochs, "
         f"where all rows start; `{BASELINE}`: fine-tuned on the same tokens as the rows. Accuracies "
-        f"in %, with the 95 % interval of the paired difference to `{BASELINE}`. {timing}\n\n"
+        f"in %, with the 95 % interval of the paired difference to `{BASELINE}`.{kept} {timing}\n\n"
         + table(headings, cells)
         + failed
     )

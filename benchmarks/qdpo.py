@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import shared, table, write
+from common import previous_rows, shared, table, write
 from qat_runs import Row, print_row, run_cell
 from torch import Tensor
 
@@ -62,15 +62,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         options.folder = options.folder or Path(temporary)
         options.folder.mkdir(parents=True, exist_ok=True)
-        rows: list[Row] = []
+        rows = previous_rows(options.name, options.resume)
+        done = [key(row) for row in rows]
+        others = [
+            cell
+            for lr in options.rates for seed in options.seeds for name in TRAINED
+            if key(cell := {"row": name, "seed": seed, "lr": lr}) not in done
+        ]  # fmt: skip
+        first = [{"row": UNTRAINED, "seed": seed} for seed in sorted({cell["seed"] for cell in others})]
+        rows = [row for row in rows if key(row) not in map(key, first)]
         with ThreadPoolExecutor(options.jobs) as pool:
-            first = [{"row": UNTRAINED, "seed": seed} for seed in options.seeds]
-            others = [
-                {"row": name, "seed": seed, "lr": lr}
-                for lr in options.rates
-                for seed in options.seeds
-                for name in TRAINED
-            ]
             for cells in (first, others):  # the pairs of a seed are generated with its untrained row
                 for future in as_completed(pool.submit(run_process, cell, options) for cell in cells):
                     rows.append(future.result())
@@ -79,6 +80,10 @@ def main() -> None:
                         write(options.name, rows, describe(rows, options))
         if options.smoke:
             print(describe(rows, options))
+
+
+def key(row: Row) -> tuple[str, int, float | None]:
+    return row["row"], row["seed"], row.get("lr")
 
 
 def parse() -> argparse.Namespace:
@@ -94,6 +99,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=4, help="rows that are trained at the same time")
     parser.add_argument("--compile", action="store_true", help="train by torch.compile")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of the results file")
     parser.add_argument("--smoke", action="store_true", help="a tiny model; nothing is written")
     parser.add_argument(
         "--folder", type=Path, help="for pairs and finished rows; kept if given, and then a cut-off run goes on"
@@ -188,11 +194,11 @@ def train_row(cell: Row, model: Model, train: list[Batch], folder: Path, options
         batches = train
         if cell["row"] in ("SFT", "KD"):
             batches = [chosen_answers(pairs)]
-        elif cell["row"] == "QDPO":
+        elif cell["row"] == "QDPO without the reference":
+            work.save("pairs", {**pairs, "reference": torch.zeros_like(pairs["reference"])})
+        else:
             (Path(temporary) / "work").mkdir()
             shutil.copy(folder / "pairs.safetensors", Path(temporary) / "work")
-        else:
-            work.save("pairs", {**pairs, "reference": torch.zeros_like(pairs["reference"])})
         context = MethodContext(batches=batches, seed=cell["seed"], folder=Path(temporary), checkpoint=work)
         facts = method.apply(model, context)
     return {name: facts[name] for name in ("steps", "final_loss", "conversion_error")}
