@@ -97,6 +97,13 @@ def test_every_backend_agrees_with_the_reference(name: str, inputs: str, weight:
     assert layer(x).shape == module(x).shape
 
 
+def test_static_inputs_are_moved_to_the_device_of_the_weight() -> None:
+    module, x = build("1x1")
+    layer = quantized(module, Integer(-1, "float16", 8, True), "zero point", x).to("meta")
+    layer.set_static_inputs(torch.tensor(0.5), torch.tensor(3))
+    assert [tensor.device.type for tensor in layer.static_inputs if tensor is not None] == ["meta", "meta"]
+
+
 def test_an_integer_product_runs_where_it_can() -> None:
     module, x = build("3x3")
     layer = quantized(module, Integer(-1, "float16", 8, True), "static", x)
