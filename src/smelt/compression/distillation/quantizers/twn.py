@@ -38,10 +38,13 @@ class Twn(WeightQuantizer):
             return QuantParams(torch.where(count > 0, total / count.clamp(min=1), 1.0))
 
     def encode(self, groups: Tensor, qparams: QuantParams) -> Tensor:
-        """Return the codes 0, 1 and 2 of negative weights, zeros and positive ones; a sum of bytes, for speed."""
+        """Return the codes 0, 1 and 2 of negative weights, zeros and positive ones; a sum of bytes, for speed.
+
+        Bools are converted: the compiler of torch 2.11 cannot view them as bytes.
+        """
         threshold = self._threshold(groups.abs())
         is_positive, is_not_negative = groups > threshold, groups >= -threshold
-        return is_positive.view(torch.uint8) + is_not_negative.view(torch.uint8)
+        return is_positive.to(torch.uint8) + is_not_negative
 
     def _threshold(self, magnitudes: Tensor) -> Tensor:
         mean = magnitudes.mean().reshape(1, 1, 1) if self.group_size == 0 else magnitudes.mean(-1, keepdim=True)
