@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 from smelt.compression.base import METHODS, Batch, within
 from smelt.compression.distillation.base import QuantizationAwareTraining
 from smelt.compression.distillation.fake_quantize import fake_quantized_layers, other_input_bits
+from smelt.compression.distillation.intermediates import NetworkOutputs
 from smelt.compression.distillation.losses import Cosine, Labels, LossTerm
 from smelt.compression.distillation.quantizers import ActivationQuantizer, WeightQuantizer
 from smelt.compression.distillation.quantizers.pact import Pact
@@ -22,19 +23,27 @@ from smelt.errors import RecipeError
 from smelt.models.model import Model
 
 
-@dataclass(frozen=True)
 class StochasticPrecisionTeacher(NetworkTeacher):
     """The student itself, each of whose layers has high-precision inputs with some probability."""
 
-    probability: float
-    high_bits: int
+    def __init__(self, probability: float, high_bits: int) -> None:
+        self.probability, self.high_bits = probability, high_bits
+        self._observe: Callable[[Student, Batch], NetworkOutputs] = _observe
 
-    @torch.compiler.disable  # changes attributes of modules, for which a compiled network would be compiled again
+    def compile(self) -> None:
+        """Compile the teacher's pass apart from the student's, which has other precision and running statistics."""
+        self._observe = torch.compile(_observe)
+
+    @torch.compiler.disable  # changes attributes of modules, for which the student would be compiled again
     def outputs(self, student: Student, batch: Batch) -> Any:
         device = next(student.network.parameters()).device
         drawn = torch.rand(len(fake_quantized_layers(student.network)), device=device) < self.probability
         with other_input_bits(student.network, self.high_bits, drawn), frozen_running_statistics(student.network):
-            return student.observed(batch)
+            return self._observe(student, batch)
+
+
+def _observe(student: Student, batch: Batch) -> NetworkOutputs:
+    return student.observed(batch)
 
 
 @METHODS.register("speq", paper="Boo et al., 2021 (SPEQ, arXiv 2009.14502)", needs=("calibration data",))
