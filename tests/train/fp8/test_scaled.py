@@ -313,16 +313,29 @@ def test_compiled_steps_are_close_to_eager_ones_on_a_gpu(scaling: str) -> None:
         assert float((actual - expected).norm() / expected.norm()) < 0.06
 
 
+def convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    inner = [nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2, padding=1)]
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), *inner, nn.Flatten(), nn.Linear(32 * 16 * 16, 10))
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["linear", "convolutions", "convolutions of channels-last images"])
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_a_gpu_multiplies_as_the_emulation(scaling: str) -> None:
+def test_a_gpu_multiplies_as_the_emulation(scaling: str, kind: str) -> None:
     recipe, device = RECIPES[scaling], torch.device("cuda", 0)
     if not recipe.min_capability <= torch.cuda.get_device_capability(device) <= recipe.max_capability:
         pytest.skip(f"this GPU has no GEMM for {scaling} scaling")
+    if kind != "linear" and recipe.multiple > 16:
+        pytest.skip("its channels are no multiples of 128")
     gradients: list[list[Tensor]] = []
     for native in (True, False):
-        network, inputs = Network().to(device), tokens(256).to(device)
-        training = convert_to_float8_training(network, Fp8Settings(scaling))
+        network, inputs = (Network() if kind == "linear" else convolutions()).to(device), tokens(256).to(device)
+        if kind != "linear":
+            inputs = torch.randn(256, 3, 32, 32, generator=torch.Generator().manual_seed(1)).to(device)
+        if "channels-last" in kind:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        training = convert_to_float8_training(network, Fp8Settings(scaling, convolutions=True))
         for layer in training.converted.values():
             gemm: Any = layer.gemm
             assert gemm.native
