@@ -172,7 +172,7 @@ def text(rows: list[Row], options: argparse.Namespace) -> str:
             f"{alphas[0][0][1]:.2f} to {alphas[0][-1][1]:.2f}" if alphas else "",
         ])  # fmt: skip
     headings = ["bits", "method", "accuracy, %", "by seed", "against float", "packed differs by", "mean alpha"]
-    total = 1 + len(options.seeds) * sum(len(GRID[bits]) for bits in options.bits)
+    total = 1 + len(options.seeds) * sum(map(len, GRID.values()))
     num_compiled = sum(row.get("compiled", False) for row in rows)
     compiled = f" {num_compiled} rows were trained by torch.compile, the others without." if num_compiled else ""
     missing = "" if len(rows) == total else f" {len(rows)} of {total} rows: the run was cut off."
