@@ -203,15 +203,6 @@ class RandomGroups(AttentionReuse):
         return super().group(anatomy, generator.random(len(divergences)))
 
 
-def tune(model: Model, source: Path, seed: int, folder: Path, options: argparse.Namespace) -> None:
-    step = {
-        "method": "qat", "weights": {"quantizer": "lsq", "weight_format": "int8/row"}, "teacher": str(source),
-        "losses": [{"loss": "logits"}], "epochs": 2, "batch_size": 16, "optimizer": {"lr": 5e-4},
-    }  # fmt: skip
-    batches = windows(model, folder, options.tuning_samples, 16, seed + 100)
-    METHODS.build(step).apply(model, MethodContext(batches=batches, seed=seed))
-
-
 def windows(model: Model, folder: Path, samples: int, batch_size: int, seed: int) -> list[dict[str, torch.Tensor]]:
     assert model.tokenizer is not None
     data = load_text(folder / "train.txt")
