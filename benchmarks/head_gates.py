@@ -116,7 +116,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--prune-steps", type=int, default=600, help="with gates, and of baselines after the cut")
     parser.add_argument("--windows", type=int, default=8192, help="of `context` bytes for pruning")
     parser.add_argument("--limit", type=int, default=65536, help="bytes that are scored")
-    parser.add_argument("--coefficients", type=float, nargs="+", default=[0.01, 0.03])
+    parser.add_argument("--coefficients", type=float, nargs="*", default=[0.01, 0.03])
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.75, 0.5, 0.25], help="shares of the heads")
     parser.add_argument("--resume", action="store_true", help="keep the rows of the results file")
     parser.add_argument("--smoke", action="store_true", help="a few steps; no results are written")

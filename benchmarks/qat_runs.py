@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,7 +44,10 @@ def add_options(parser: argparse.ArgumentParser, name: str, seeds: Sequence[int]
 
 
 def run_cells(script: str, parts: Sequence[Sequence[Row]], jobs: int, flags: Sequence[str]) -> Iterator[Row]:
-    """Run a script with `--cells` in a process for each part, `jobs` at a time; yield rows as they are finished."""
+    """Run a script with `--cells` in a process for each part, `jobs` at a time; yield rows as they are finished.
+
+    A cell that fails stops no other one: its error is raised after the last row.
+    """
     finished: Queue[Row | str] = Queue()
 
     def run(part: Sequence[Row]) -> None:
@@ -57,20 +61,24 @@ def run_cells(script: str, parts: Sequence[Sequence[Row]], jobs: int, flags: Seq
                     finished.put(json.loads(line[len(_MARK) :]))
                     done += 1
             process.wait()
-            if done < len(part):
-                errors.seek(0)
-                finished.put(f"{part[done]} failed:\n{errors.read()[-3000:]}")
+            errors.seek(0)
+            for cell in part[done:]:
+                finished.put(f"{cell} failed:\n{errors.read()[-3000:] or 'as the cell before it'}")
 
+    failures = []
     with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(run, part) for part in parts]
+        for part in parts:
+            pool.submit(run, part)
         for _ in range(sum(map(len, parts))):
             row = finished.get()
             if isinstance(row, str):
-                for future in futures:
-                    future.cancel()
-                raise SystemExit(row)
+                failures.append(row)
+                print(row, flush=True)
+                continue
             print({key: value for key, value in row.items() if "curve" not in key}, flush=True)
             yield row
+    if failures:
+        raise SystemExit(f"{len(failures)} of {sum(map(len, parts))} cells failed; the first one: {failures[0]}")
 
 
 def run_cell(script: str, cell: str, flags: Sequence[str], folder: Path) -> Row:
@@ -104,7 +112,10 @@ def train_cells(cells: str, train: Callable[[Row], Row]) -> None:
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     for cell in json.loads(cells):
-        print_row(train(cell))
+        try:
+            print_row(train(cell))
+        except Exception:
+            print(_MARK + json.dumps(f"{cell} failed:\n{traceback.format_exc()[-3000:]}"), flush=True)
 
 
 def apply_step(step: Row, model: Model, batches: Sequence[Batch], seed: int) -> Row:
