@@ -6,9 +6,11 @@
 
 An all-attention decoder on bytes is trained once per text and seed with `smelt.train`. Then, from the same weights:
 
-- gates at fixed coefficients: plain (pi = 0, no warmup, no scaling), each of the three techniques alone, two, and all;
-- a budget of heads: gates, and the baselines that choose heads before the training (random, magnitude, Fisher), all
-  trained for the same number of steps on the same windows; all heads with these steps besides.
+- gates at fixed coefficients: plain (pi = 0, no warmup, no scaling), each of the three techniques alone, two, and all,
+  with noise to the end, as in the paper, and all three with gates that are fixed after half of the steps;
+- a budget of heads: gates, fixed after half of the steps (the default) or never, and the baselines that choose heads
+  before the training (random, magnitude, Fisher), all trained for the same number of steps on the same windows; all
+  heads with these steps besides.
 
 The score is the loss in nats per held-out byte and its exponential. Every result is saved, loaded again and measured as
 loaded; the loaded network is timed against the one with all heads, in turns. Seeds differ in initialization, order of
@@ -62,8 +64,9 @@ SIZES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 TEXTS = ("tinyshakespeare", "wikitext2")
 PRUNE_LR = 5e-4
-OFF = {"initial_logit": 0.0, "penalty_warmup": 0.0, "scale_output": False}
+OFF = {"initial_logit": 0.0, "penalty_warmup": 0.0, "scale_output": False, "gate_training": 1.0}
 ON = {"initial_logit": 2.0, "penalty_warmup": 0.1, "scale_output": True}
+FIXED = {"gate_training": 0.5}  # the default of the method
 TECHNIQUES: dict[str, tuple[str, ...]] = {
     "plain gates": (),
     "warmup": ("penalty_warmup",),
@@ -71,8 +74,10 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
     "scaled outputs": ("scale_output",),
     "warmup, open start": ("penalty_warmup", "initial_logit"),
     "all three": tuple(ON),
+    "all three, fixed halfway": (*ON, *FIXED),
 }
 DENSE, TRAINED_ON, GATES = "all heads", "all heads, trained on", "head-gates"
+NOISY = "head-gates, noise to the end"  # as in the paper
 BASELINES = ("random", "magnitude", "fisher")
 
 
@@ -132,7 +137,8 @@ def cells(options: argparse.Namespace) -> list[Row]:
     """Return the rows of every text and seed."""
     kinds: list[Row] = [{"row": DENSE, "setting": "-"}, {"row": TRAINED_ON, "setting": "-"}]
     kinds += [{"row": name, "setting": f"c={value:g}"} for value in options.coefficients for name in TECHNIQUES]
-    kinds += [{"row": name, "setting": f"heads={value:g}"} for value in options.budgets for name in (GATES, *BASELINES)]
+    chosen_by = (GATES, NOISY, *BASELINES)
+    kinds += [{"row": name, "setting": f"heads={value:g}"} for value in options.budgets for name in chosen_by]
     return [{"text": name, "seed": seed, **kind} for name in options.texts for seed in options.seeds for kind in kinds]
 
 
@@ -219,9 +225,10 @@ def prune(model: Model, cell: Row, options: argparse.Namespace) -> Row:
         length=options.context, batch_size=options.batch_size, seed=cell["seed"],
     )  # fmt: skip
     heads = sum(part.units for part in model.anatomy.parts)
-    if cell["row"] in TECHNIQUES or cell["row"] == GATES:
+    if cell["row"] in (*TECHNIQUES, GATES, NOISY):
         name, _, value = cell["setting"].partition("=")
-        chosen = ON if name == "heads" else {**OFF, **{each: ON[each] for each in TECHNIQUES[cell["row"]]}}
+        techniques = (*ON, *FIXED) if cell["row"] == GATES else TECHNIQUES.get(cell["row"], tuple(ON))
+        chosen = {**OFF, **{each: (ON | FIXED)[each] for each in techniques}}
         size = {"coefficient": float(value)} if name == "c" else {"budget": cell["setting"]}
         step = {
             "method": GATES, **chosen, **size,
@@ -303,7 +310,8 @@ def text(rows: list[Row], options: argparse.Namespace) -> str:
         f"of {options.batch_size} windows (lr 2e-3, cosine, dropout 0.1), then {options.prune_steps} steps (lr "
         f"{PRUNE_LR:g}) with gates, or after the heads of a baseline are removed. Loss in nats per held-out byte "
         f"({options.limit} bytes), measured on the saved network. Techniques: warmup of the penalty over a tenth of "
-        "the steps, pi = 2 at the start (plain: 0), heads scaled by heads over open heads. "
+        "the steps, pi = 2 at the start (plain: 0), heads scaled by heads over open heads. With a budget, "
+        "gates are fixed after half of the steps, unless noted. "
         f"Trained on {options.device}."
         + (f" {missing} rows are missing." if missing > 0 else "")
         + "\n\n" + table(headings, body)

@@ -101,8 +101,9 @@ def test_outputs_are_scaled_by_the_share_of_open_heads() -> None:
     assert float(output_scale(torch.zeros(5))) == 5, "without an open head nothing is divided by zero"
     gates = HardConcreteGates(4, HeadGates(coefficient=0.02, initial_logit=-1.0, scale_output=True))
     assert gates.eval()().tolist() == [0, 0, 0, 0]
-    gates.kept = torch.tensor([True, False, False, False])
+    gates.decide(np.array([0]))
     assert gates().tolist() == [4, 0, 0, 0], "a decision goes before the logits"
+    assert gates.train()().tolist() == [4, 0, 0, 0], "nor is there noise any more"
     gates = HardConcreteGates(2, HeadGates(coefficient=0.02, initial_logit=0.0, scale_output=True))
     assert gates.eval()().tolist() == [1, 1], "evaluation opens a gate from 0 on"
 
@@ -127,8 +128,7 @@ def test_removal_equals_gates_of_zero(name: str, scale: bool) -> None:
     choice: dict[str, np.ndarray] = {}
     for part, gate in zip(parts, gates, strict=True):
         kept = generator.permutation(part.units)[: max(part.units // 2, 1)]
-        gate.kept = torch.zeros(part.units, dtype=torch.bool)
-        gate.kept[kept] = True
+        gate.decide(kept)
         choice[part.name] = np.sort(kept)
     before = network(**batch).logits
     with gated(parts, gates):
@@ -261,11 +261,43 @@ def test_gates_learn_at_a_rate_of_their_own(tmp_path: Path) -> None:
     weight = model.network.get_submodule("model.layers.0.mlp.up_proj").weight.detach().clone()
     facts = apply(
         model, batches("llama"), tmp_path, coefficient=1000.0, epochs=2, gate_lr=0.05, optimizer={"lr": 1e-9},
-        penalty_warmup=0.0, min_heads=1, initial_logit=0.3,
+        penalty_warmup=0.0, min_heads=1, initial_logit=0.3, gate_training=1.0,
     )  # fmt: skip
     torch.testing.assert_close(model.network.get_submodule("model.layers.0.mlp.up_proj").weight.detach(), weight)
     for logits in facts["gate_logits"]:
         assert np.mean(logits) == pytest.approx(0.3 - 0.05 * facts["steps"], abs=0.03)
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_gates_are_fixed_after_their_part_of_the_training(fraction: float, tmp_path: Path) -> None:
+    """All logits fall from 0.3 by 0.05 per step of 8: below 0 at the end, but not yet after half of the steps."""
+    settings: dict[str, Any] = {
+        "coefficient": 1000.0, "epochs": 2, "gate_lr": 0.05, "optimizer": {"lr": 1e-9}, "penalty_warmup": 0.0,
+        "initial_logit": 0.3, "gate_training": fraction,
+    }  # fmt: skip
+    if fraction == 1:
+        assert set(apply(Model(BUILDS["llama"]()), batches("llama"), tmp_path, **settings)["heads_per_layer"]) == {1}
+        return
+    with pytest.raises(BudgetError, match="removed nothing, as all gates stayed open"):
+        apply(Model(BUILDS["llama"]()), batches("llama"), tmp_path, **settings)
+
+
+def test_after_the_decision_the_penalty_is_zero_and_logits_decide_nothing() -> None:
+    method, anatomy = HeadGates(budget=Budget("heads", 0.5)), anatomy_of(BUILDS["llama"]())
+    parts = gated_parts(anatomy)
+    gates = [method.make_gates(part) for part in parts]
+    student = GatedStudent(anatomy.network, method, None, gates, [1.0 for _ in gates]).train()
+    student.start_step(0.5, 0, 10)
+    assert float(student.penalty().detach()) > 0 and not gates[0].decided
+    method.decide(anatomy, gates, [np.array([part.units - 1]) for part in anatomy.parts])
+    student.start_step(0.5, 10, 10)
+    assert float(student.penalty().detach()) == 0
+    with torch.no_grad():
+        for gate in gates:
+            gate.logits[0] += 5
+    kept = dict(zip((part.name for part in anatomy.parts), method.choose(anatomy, gates), strict=True))
+    assert all(kept[part.name].tolist() == [part.units - 1] for part in parts)
+    assert student.log_values()["open_gates"] == pytest.approx(len(parts) / sum(part.units for part in parts))
 
 
 def test_a_teacher_replaces_the_labels(tmp_path: Path) -> None:
@@ -276,8 +308,11 @@ def test_a_teacher_replaces_the_labels(tmp_path: Path) -> None:
     assert facts["loss_curve"][0][1] < 0.5, "the divergence from the teacher, not the loss on the text"
 
 
-def test_an_interrupted_training_ends_with_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"budget": "heads=0.5", "checkpoint_every": 2, "epochs": 2}
+@pytest.mark.parametrize("fraction", [0.25, 0.5, 1.0])  # resumed after, at and before the decision
+def test_an_interrupted_training_ends_with_the_same_weights(
+    fraction: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"budget": "heads=0.5", "checkpoint_every": 2, "epochs": 2, "gate_training": fraction}
     step = METHODS.build({"method": "head-gates", "batch_size": 6, "optimizer": {"lr": 1e-3}, **settings})
     data = batches("llama")
     source = Model(BUILDS["llama"]())
@@ -315,6 +350,7 @@ def test_an_interrupted_training_ends_with_the_same_weights(tmp_path: Path, monk
         ({"coefficient": 0.02, "beta": 0.0}, "beta of head-gates"),
         ({"coefficient": 0.02, "penalty_warmup": 2.0}, "penalty_warmup of head-gates"),
         ({"coefficient": 0.02, "gate_lr": 0.0}, "gate_lr of head-gates"),
+        ({"coefficient": 0.02, "gate_training": 0.0}, "gate_training of head-gates"),
         ({"coefficient": 0.02, "losses": []}, "at least one term"),
         ({"coefficient": 0.02, "losses": [{"loss": "logits"}]}, "needs a teacher"),
         ({"coefficient": 0.02, "losses": [{"loss": "hidden-states"}], "teacher": "source"}, "logits only"),

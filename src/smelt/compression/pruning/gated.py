@@ -11,7 +11,7 @@ import dataclasses
 import math
 import tempfile
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,13 +72,24 @@ MEASURES = ("heads", "parameters")
 
 
 class Gates(nn.Module):
-    """The gates of the heads of one layer: a logit each, which is positive where the head is to stay."""
+    """The gates of the heads of one layer: a logit each, [units], which is positive where the head is to stay."""
 
-    logits: nn.Parameter  # [units]
-    kept: Tensor | None = None  # the decision, [units] of bool, after the training
+    kept: Tensor  # the decision, [units] of bool
+    decided = False  # whether the decision holds; on the host, so that nothing waits for the device
+
+    def __init__(self, units: int, initial_logit: float) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.full((units,), initial_logit))
+        self.register_buffer("kept", torch.ones(units, dtype=torch.bool))  # checkpoints contain it
+
+    def decide(self, kept: np.ndarray) -> None:
+        """Open the gates of these units for good, and close the others."""
+        self.kept.zero_()
+        self.kept[torch.from_numpy(kept).to(self.kept.device)] = True
+        self.decided = True
 
     def forward(self) -> Tensor:
-        """Return the factor of each unit, [units]: random in training, otherwise 0 or that of an open gate."""
+        """Return the factor of each unit, [units]: random until decided in training, else 0 or that of an open gate."""
         raise NotImplementedError
 
 
@@ -97,7 +108,8 @@ class GatedPruning(Method):
     epochs: float = 20.0  # over the samples of the recipe's data
     batch_size: int = 32  # samples per step
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-4))
-    gate_lr: float | None = None  # learning rate of the gates; null: 20 over the steps, so that all can close in time
+    gate_training: float = 0.5  # fraction of the training after which gates are fixed and the weights train on; 1: none
+    gate_lr: float | None = None  # learning rate of the gates; null: 20 over their steps, so that all can close in time
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(name="constant"))
     precision: str = "off"  # or bf16: of forward and backward
     max_grad_norm: float | None = 0.5  # gradients of a larger norm are scaled down to it; null: never
@@ -121,6 +133,7 @@ class GatedPruning(Method):
         within(self.name, "head_multiple", self.head_multiple, 1, 1024)
         within(self.name, "epochs", self.epochs, 1e-6, 1e6)
         within(self.name, "batch_size", self.batch_size, 1, 1_000_000)
+        within(self.name, "gate_training", self.gate_training, 0.01, 1.0)
         if self.gate_lr is not None:
             within(self.name, "gate_lr", self.gate_lr, 1e-8, 10.0)
         within(self.name, "checkpoint_every", self.checkpoint_every, 1, 1_000_000_000)
@@ -187,10 +200,8 @@ class GatedPruning(Method):
         with gated(parts, gates):
             facts = self._train(model, gates, teacher, samples, context)
             choice = checkpointed_selection(context, anatomy, "choice", lambda: self.choose(anatomy, gates))
+            self.decide(anatomy, gates, choice)
             kept_units = {part.name: kept for part, kept in zip(anatomy.parts, choice, strict=True)}
-            for gate, part in zip(gates, parts, strict=True):
-                gate.kept = torch.zeros(part.units, dtype=torch.bool, device=device)
-                gate.kept[torch.from_numpy(kept_units[part.name]).to(device)] = True
             first = {name: tensor[: self.batch_size] for name, tensor in samples.tensors.items()}
             logits = _logits(model, first)
         facts["removal_error"] = self._remove(model, parts, gates, choice, first, logits)
@@ -212,7 +223,9 @@ class GatedPruning(Method):
     def choose(self, anatomy: Anatomy, gates: Sequence[Gates]) -> KeptUnits:
         """Return the units to keep of every part: the open gates, or the largest logits that the budget allows."""
         parts = gated_parts(anatomy)
-        if self.budget is not None:
+        if all(gate.decided for gate in gates):
+            kept = [gate.kept.nonzero()[:, 0].cpu().numpy() for gate in gates]
+        elif self.budget is not None:
             costs = self._costs(parts)
             candidates = [
                 Candidates("heads", _numpy(gate.logits), cost, self.min_units(part), self.head_multiple)
@@ -225,6 +238,12 @@ class GatedPruning(Method):
             kept = [self._open(part, _numpy(gate.logits)) for part, gate in zip(parts, gates, strict=True)]
         choice = dict(zip((part.name for part in parts), kept, strict=True))
         return [choice.get(part.name, np.arange(part.units)) for part in anatomy.parts]
+
+    def decide(self, anatomy: Anatomy, gates: Sequence[Gates], choice: KeptUnits) -> None:
+        """Open and close the gates for good."""
+        kept_units = {part.name: kept for part, kept in zip(anatomy.parts, choice, strict=True)}
+        for gate, part in zip(gates, gated_parts(anatomy), strict=True):
+            gate.decide(kept_units[part.name])
 
     def _open(self, part: Part, logits: np.ndarray) -> np.ndarray:
         """Return the units whose gates are open, and as many more as a layer has to keep."""
@@ -312,14 +331,21 @@ class GatedPruning(Method):
         train, validation = samples.split(VALIDATION)
         steps = max(math.ceil(self.epochs * len(train) / self.batch_size), 1)
         costs, target = self._costs(gated_parts(model.anatomy)), self.target(model.anatomy)
-        gate_lr = min(GATE_TRAVEL / steps, MAX_GATE_LR) if self.gate_lr is None else self.gate_lr
+        gate_steps = math.ceil(self.gate_training * steps)
+        gate_lr = min(GATE_TRAVEL / gate_steps, MAX_GATE_LR) if self.gate_lr is None else self.gate_lr
         for gate in gates:
             gate.logits.lr_scale = gate_lr / self.optimizer.lr  # type: ignore[attr-defined]
         student = GatedStudent(model.network, self, teacher, gates, costs)
         device, num_labels = samples.device, getattr(model.network.config, "num_labels", 0)
+
+        def on_step(step: int) -> None:
+            if step == gate_steps:
+                self.decide(model.anatomy, gates, self.choose(model.anatomy, gates))
+            student.start_step(target, step, gate_steps)
+
         task = TrainingTask(
             student.to(device), train, validation, model.task in ("classification", "images") and num_labels > 1,
-            log_values=student.log_values, on_step=lambda step: student.start_step(target, step, steps),
+            log_values=student.log_values, on_step=on_step,
             saves_model=False,
         )  # fmt: skip
         folder = context.checkpoint.folder or context.folder or Path(tempfile.mkdtemp())
@@ -370,17 +396,26 @@ class GatedStudent(Student):
         self.register_buffer("penalty_state", method.new_state())
 
     @torch.no_grad()
-    def start_step(self, target: float | None, step: int, steps: int) -> None:
-        """Update the state of the penalty in place, where a captured step reads it."""
-        self._method.update_state(self.penalty_state, self.gates, self._costs, target, step, steps)
+    def start_step(self, target: float | None, step: int, gate_steps: int) -> None:
+        """Update the state of the penalty in place, where a captured step reads it; after the gates' steps it is 0."""
+        if step < gate_steps:
+            self._method.update_state(self.penalty_state, self.gates, self._costs, target, step, gate_steps)
+            return
+        self.penalty_state.zero_()
+        for gate in self.gates:  # of a resumed run, too
+            gate.decided = True
+
+    def graph_state(self) -> Hashable:
+        state = super().graph_state()
+        return None if state is None else (state, self.gates[0].decided)
 
     def penalty(self) -> Tensor | float:
         return self._method.penalty(self.gates, self._costs, self.penalty_state)
 
     def log_values(self) -> dict[str, float]:
         """Return the fraction of open gates."""
-        logits = torch.cat([gate.logits.detach() for gate in self.gates])
-        return {"open_gates": float((logits >= 0).float().mean())}
+        opened = torch.cat([gate.kept if gate.decided else gate.logits.detach() >= 0 for gate in self.gates])
+        return {"open_gates": float(opened.float().mean())}
 
 
 @contextmanager

@@ -10,8 +10,9 @@ are removed. Three techniques of the paper keep many heads from closing for good
 `initial_logit` and `scale_output`; 0, 0 and false give plain gates.
 
 Differences from the paper: AdamW instead of LAMB, and gates with a learning rate of their own, since small data has not
-the paper's number of steps. With a budget, the coefficient grows exponentially while more heads are expected to be open
-than allowed, and shrinks otherwise; at the end, the heads with the largest logits stay.
+the paper's number of steps. Gates are fixed after half of the training, so that the heads that stay train on without
+noise; `gate_training: 1` trains them to the end, as the paper does. With a budget, the coefficient grows exponentially
+while more heads are expected to be open than allowed, and shrinks otherwise; the heads with the largest logits stay.
 The paper prunes all-attention networks, where a head takes its persistent vectors along; the gates work in any network
 whose heads can be removed.
 """
@@ -23,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from smelt.compression.base import METHODS, within
 from smelt.compression.pruning.gated import GatedPruning, Gates
@@ -91,16 +92,15 @@ class HardConcreteGates(Gates):
     """The gates of one layer."""
 
     def __init__(self, units: int, method: HeadGates) -> None:
-        super().__init__()
-        self.logits = nn.Parameter(torch.full((units,), method.initial_logit))
+        super().__init__(units, method.initial_logit)
         self._beta, self._scale_output = method.beta, method.scale_output
 
     def forward(self) -> Tensor:
-        if self.training:
+        if self.training and not self.decided:
             noise = torch.rand_like(self.logits).clamp(NOISE_MARGIN, 1 - NOISE_MARGIN)
             gate = binarize(hard_concrete(self.logits, noise, self._beta))
         else:
-            gate = (self.logits >= 0 if self.kept is None else self.kept).to(self.logits.dtype)
+            gate = (self.kept if self.decided else self.logits >= 0).to(self.logits.dtype)
         return gate * output_scale(gate) if self._scale_output else gate
 
 
