@@ -96,7 +96,7 @@ class QuantizedLinear(nn.Module):
 
     def set_static_inputs(self, scale: Tensor | None, zero: Tensor | None) -> None:
         """Set the static scale of the inputs, one value, and their zero point, which is a code."""
-        device = self.codes.device  # not always that of the scale, which may be a constant
+        device = self.get_buffer("codes").device  # not always that of the scale, which may be a constant
         setattr(self, STATIC_SCALE, None if scale is None else scale.to(device, torch.float32).reshape(1, 1, 1))
         if self.scheme.has_static_zero_point:
             setattr(self, STATIC_ZERO, None if zero is None else zero.to(device, torch.uint8).reshape(1, 1, 1))
