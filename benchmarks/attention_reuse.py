@@ -40,6 +40,7 @@ from smelt.compression.methods import METHODS
 from smelt.compression.pruning.attention_reuse import AttentionReuse
 from smelt.config import parse
 from smelt.data import load_text, text_batches
+from smelt.errors import ModelError
 from smelt.measure.perplexity import perplexity
 from smelt.models.artifact import save_artifact
 from smelt.models.load import load
@@ -200,7 +201,11 @@ class RandomGroups(AttentionReuse):
 
     def group(self, anatomy: Any, divergences: np.ndarray) -> dict[int, int]:
         generator = np.random.Generator(np.random.PCG64(self.seed))
-        return super().group(anatomy, generator.random(len(divergences)))
+        while True:
+            try:
+                return super().group(anatomy, generator.random(len(divergences)))
+            except ModelError:  # too few layers can join the groups of this draw
+                pass
 
 
 def windows(model: Model, folder: Path, samples: int, batch_size: int, seed: int) -> list[dict[str, torch.Tensor]]:
