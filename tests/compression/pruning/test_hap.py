@@ -23,7 +23,7 @@ from smelt.compression.pruning.hap import Hap, _ImplantCosts
 from smelt.compression.pruning.repair import cut
 from smelt.errors import BudgetError, DataError, ModelError, RecipeError
 from smelt.measure.cost import Workload, block_cost, cost_with_units, unit_parameters
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.implants import implants_of
 from smelt.models.model import Model

@@ -50,7 +50,8 @@ from smelt.compression.distillation.teachers import DenseTeacher
 from smelt.compression.distillation.training_run import remember_dtypes, restore_dtypes
 from smelt.errors import DataError, ModelError
 from smelt.measure.cost import block_parameters
-from smelt.models.anatomy import Anatomy, Part, anatomy_of
+from smelt.models.anatomy import Anatomy, Part
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.attention_reuse import kv_cache_share, reuse_attention, unshareable_reason
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers

@@ -52,7 +52,8 @@ from smelt.measure.cost import (
     unit_costs,
     unit_parameters,
 )
-from smelt.models.anatomy import Anatomy, Part, anatomy_of
+from smelt.models.anatomy import Anatomy, Part
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.implants import implant_channels, implant_low_rank, unimplantable_reason
 from smelt.models.model import Model
 from smelt.models.surgery import expand_units, keep_units
