@@ -28,8 +28,8 @@ from smelt.compression.distillation.samples import Samples
 from smelt.compression.distillation.student import NetworkTeacher, Student
 from smelt.compression.distillation.teachers import DenseTeacher
 from smelt.compression.distillation.training_run import remember_dtypes, restore_dtypes
-from smelt.compression.pruning.base import checkpointed_selection
 from smelt.compression.pruning.repair import cut
+from smelt.compression.pruning.selection import checkpointed_selection
 from smelt.errors import BudgetError, ModelError, RecipeError
 from smelt.measure.cost import block_parameters, unit_parameters
 from smelt.models.anatomy import Anatomy, Part

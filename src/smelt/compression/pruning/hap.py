@@ -41,7 +41,8 @@ from smelt.compression.base import (
 from smelt.compression.budget import Budget
 from smelt.compression.calibration.gradients import gradient_bytes
 from smelt.compression.calibration.hessian import UnitTraces, hessian_traces
-from smelt.compression.pruning.base import FREE, Scores, StructuredPruning, search_true_cost
+from smelt.compression.pruning.base import FREE, Scores, StructuredPruning
+from smelt.compression.pruning.selection import search_true_cost
 from smelt.errors import ModelError, RecipeError
 from smelt.measure.cost import (
     Workload,
