@@ -31,8 +31,8 @@ from common import mean, previous_rows, shared, table, write
 from qat_runs import add_options, run_cells, train_cells
 
 from smelt.compression.base import MethodContext
-from smelt.compression.distillation.fine_tuning import VALIDATION, fine_tune
 from smelt.compression.distillation.losses import Labels
+from smelt.compression.distillation.network_training import VALIDATION
 from smelt.compression.distillation.samples import Samples
 from smelt.compression.distillation.student import Student
 from smelt.compression.distillation.training_run import process_group
@@ -187,10 +187,10 @@ def train_on(model: Model, batches: list[dict[str, torch.Tensor]], seed: int) ->
     settings = AttentionReuse(
         epochs=EPOCHS, losses=(Labels(),), batch_size=BATCH_SIZE, optimizer=OptimizerConfig(lr=LR)
     )
-    context = MethodContext(batches=batches, seed=seed)
     with tempfile.TemporaryDirectory() as work:
+        context = MethodContext(batches=batches, seed=seed, folder=Path(work))
         student = Student(model.network, settings.losses, None)
-        fine_tune(settings, model, student, samples, context, Path(work), model.device)
+        settings.fine_tune(student, samples, model, context, model.device)
 
 
 @dataclass(frozen=True)

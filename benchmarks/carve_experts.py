@@ -37,9 +37,10 @@ from qat_runs import Row, add_options, run_cells, train_cells
 
 from smelt.compression.base import MethodContext
 from smelt.compression.calibration.domain_neurons import feed_forwards, measure_importance
+from smelt.compression.distillation.network_training import VALIDATION
 from smelt.compression.distillation.samples import Samples
 from smelt.compression.methods import METHODS
-from smelt.compression.pruning.carve_experts import VALIDATION, choose_channels
+from smelt.compression.pruning.carve_experts import choose_channels
 from smelt.data.text import load_text
 from smelt.measure.cost import active_parameters, count_parameters
 from smelt.measure.perplexity import perplexity
@@ -215,7 +216,7 @@ def train_pruned(model: Model, method: Any, cell: Row, context: MethodContext) -
     samples = Samples.from_batches(batches, model.device, augment=False, seed=cell["seed"])
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(cell["seed"])).to(model.device)
     samples, validation = Samples({name: tensor[order] for name, tensor in samples.tensors.items()}).split(VALIDATION)
-    facts = method.train_experts(model, None, samples, validation, context, context.folder)
+    facts = method.train_experts(model, None, samples, validation, context)
     model.network.eval()
     return {name: facts[name] for name in ("steps", "final_loss")}
 

@@ -33,11 +33,11 @@ from qat_runs import Row, add_options, run_cells, train_cells
 
 from smelt.compression.base import MethodContext
 from smelt.compression.distillation.losses import Labels
+from smelt.compression.distillation.network_training import VALIDATION
 from smelt.compression.distillation.samples import Samples
 from smelt.compression.distillation.student import Student
 from smelt.compression.distillation.training_run import process_group, run_training
 from smelt.compression.methods import METHODS
-from smelt.compression.pruning.gated import VALIDATION
 from smelt.config import parse
 from smelt.data import Batch, load_text, text_batches
 from smelt.errors import BudgetError

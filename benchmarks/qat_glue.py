@@ -25,7 +25,7 @@ from common import minilm_sst2, previous_rows, table, write
 from finetune_glue import TASKS, fine_tune, glue_rows, with_head
 from qat_runs import Row, add_options, apply_step, mean_and_seeds, run_cells, train_cells
 
-from smelt.compression.distillation.base import VALIDATION
+from smelt.compression.distillation.network_training import VALIDATION
 from smelt.data import Batch, labeled_batches
 from smelt.measure.task import evaluate_task
 from smelt.models.artifact import save_artifact

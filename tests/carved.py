@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.carved_experts import LayerChannels, carve
 from smelt.models.expert_router import ExpertRouter, RouterConfig
 from smelt.models.model import Model

@@ -25,7 +25,7 @@ from gpu_formats import VARIANTS, quantize_block, weight_bytes
 
 from smelt.compression.pruning.repair import cut
 from smelt.measure.machine import copy_bandwidth
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear
 from smelt.serve.engine.engine import Engine

@@ -26,7 +26,7 @@ from smelt.measure.cost import (
     unit_parameters,
 )
 from smelt.measure.structure import describe_structure
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.artifact import save_artifact
 from smelt.models.experts import split_experts
 from smelt.models.load import skeleton

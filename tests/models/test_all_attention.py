@@ -16,7 +16,7 @@ from smelt.compression.methods import METHODS
 from smelt.errors import ModelError
 from smelt.measure.cost import Workload, block_macs, block_parameters, unit_bytes, unit_macs, unit_parameters
 from smelt.models.all_attention import AllAttention, AllAttentionConfig, AllAttentionForCausalLM, encode_distances
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.artifact import save_artifact
 from smelt.models.load import load
 from smelt.models.model import Model

@@ -18,7 +18,7 @@ from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.calibration.block_inputs import ReplayedInputs, capture_block_inputs
 from smelt.compression.calibration.masks import masked, unit_masks
 from smelt.errors import ModelError, RecipeError
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.config import config_from
 from smelt.models.families import FAMILIES, GENERIC, family_of, has_family

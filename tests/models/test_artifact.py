@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from smelt.errors import ModelError
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.model import Model
 from smelt.models.surgery import keep_units, set_output

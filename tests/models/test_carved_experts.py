@@ -19,7 +19,7 @@ from smelt.export.run import export
 from smelt.kvcache.eviction.prefill import check_evictable
 from smelt.measure.cost import Workload, active_parameters, block_macs, block_parameters
 from smelt.measure.structure import describe_structure
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.artifact import save_artifact
 from smelt.models.carved_experts import LayerChannels, carve, carved_layers, carved_routes_of, describe_carving
 from smelt.models.load import load

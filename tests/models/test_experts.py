@@ -16,7 +16,7 @@ from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.calibration.masks import masked, unit_masks
 from smelt.errors import ConfigError, ModelError
 from smelt.measure.cost import Workload, active_parameters, block_cost, block_parameters, unit_bytes, unit_macs
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.experts import SeparateExperts
 from smelt.models.load import load, skeleton

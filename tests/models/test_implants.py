@@ -19,7 +19,8 @@ import smelt.compression.quantization  # noqa: F401
 from smelt.compression.base import METHODS, MethodContext
 from smelt.errors import ConversionError, ModelError
 from smelt.measure.cost import Workload, block_cost, count_parameters
-from smelt.models.anatomy import Part, anatomy_of
+from smelt.models.anatomy import Part
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.attention_reuse import unshareable_reason
 from smelt.models.implanted_layers import ImplantedConv2d

@@ -21,7 +21,7 @@ from smelt.errors import DataError, FormatError, ModelError
 from smelt.measure.divergence import logit_divergence
 from smelt.measure.evaluate import measure_quality
 from smelt.measure.perplexity import perplexity
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.artifact import save_artifact
 from smelt.models.kv_cache import PackedLayer, PackedRows, QuantizedKVCache
 from smelt.models.model import Model

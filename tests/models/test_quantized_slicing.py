@@ -12,7 +12,7 @@ from smelt.compression.base import MethodContext
 from smelt.compression.quantization.rtn import RoundToNearest
 from smelt.errors import ModelError
 from smelt.measure.cost import Workload, block_cost, unit_costs
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.model import Model
 from smelt.models.quantization_scheme import QuantizationScheme
 from smelt.models.quantized import QuantizedLinear, quantized_layers

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from smelt.compression.calibration.masks import masked, unit_masks
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.surgery import keep_units, restore_shape, scale_units, widen_channels
 from tests.tiny import BUILDS, DECODERS, TRANSFORMERS, inputs
 

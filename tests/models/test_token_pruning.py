@@ -19,7 +19,7 @@ from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.quantization import rtn  # noqa: F401  (puts the method on the list)
 from smelt.errors import ModelError
 from smelt.measure.token_cost import count_tokens, text_lengths, token_macs
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.model import Model
 from smelt.models.surgery import keep_units

@@ -20,7 +20,7 @@ def run(
 ) -> None:
     from smelt.compression.passport.document import PASSPORT, passport_lines, read_passport
     from smelt.measure.structure import describe_precision, describe_structure
-    from smelt.models.anatomy import anatomy_of
+    from smelt.models.anatomy_builder import anatomy_of
     from smelt.models.artifact import read_kv_cache_format
     from smelt.models.load import skeleton
 

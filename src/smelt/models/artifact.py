@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 from smelt.errors import ModelError
 from smelt.files import json_text
-from smelt.models.anatomy import Anatomy, Part, anatomy_of
+from smelt.models.anatomy import Anatomy, Part
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.attention_reuse import restore_attention_reuse, reused_maps
 from smelt.models.carved_experts import describe_carving, restore_carving
 from smelt.models.config import EXPERT_COUNTS, config_from, read_generation_config

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from smelt.errors import ModelError
-from smelt.models.anatomy import Anatomy, anatomy_of
+from smelt.models.anatomy import Anatomy
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.feature_extractor import FeatureExtractor
 from smelt.models.image_processor import FILE, ImageProcessor
 from smelt.models.kv_cache import KVCacheFormat, QuantizedKVCache

@@ -13,7 +13,7 @@ from smelt.compression.allocation.latency_search import LatencyTables, search_la
 from smelt.compression.allocation.unit_search import Candidates, kept_importance
 from smelt.errors import BudgetError, RecipeError
 from smelt.measure.cost import Workload
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.targets.operators import AttentionOp, FeedForwardOp
 from smelt.targets.table import LatencyTable
 from tests.tiny import BUILDS

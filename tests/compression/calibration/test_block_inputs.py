@@ -12,7 +12,7 @@ from smelt.compression.calibration.block_inputs import ActivationStore, advance,
 from smelt.compression.calibration.gradients import all_mask_gradients, batch_loss, mask_gradients
 from smelt.compression.calibration.masks import masked, unit_masks
 from smelt.compression.checkpoint import Checkpoint
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.progress import NullProgress
 from tests.tiny import BUILDS, labeled
 

@@ -18,7 +18,8 @@ from smelt.compression.calibration.hessian import UnitTraces, hessian_traces, pr
 from smelt.compression.checkpoint import Checkpoint
 from smelt.compression.quantization import rtn  # noqa: F401  (puts the method on the list)
 from smelt.errors import DataError, ModelError
-from smelt.models.anatomy import Part, anatomy_of
+from smelt.models.anatomy import Part
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.model import Model
 from smelt.models.surgery import keep_units
 from tests.tiny import BUILDS, build_network, inputs, labeled

@@ -22,7 +22,8 @@ from smelt.compression.calibration.sensitivity import (
 )
 from smelt.errors import DataError, ModelError
 from smelt.measure.cost import count_parameters
-from smelt.models.anatomy import Anatomy, anatomy_of
+from smelt.models.anatomy import Anatomy
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.attention_reuse import reuse_attention
 from smelt.models.expert_surgery import keep_experts
 from smelt.models.model import Model

@@ -27,7 +27,7 @@ from smelt.compression.methods import channel_search  # noqa: F401  (puts the me
 from smelt.compression.recipe.recipe import Recipe
 from smelt.compression.recipe.step_checks import check_steps
 from smelt.errors import BudgetError, DataError, DivergenceError, ModelError, RecipeError
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers

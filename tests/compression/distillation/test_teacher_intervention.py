@@ -31,7 +31,7 @@ from smelt.compression.distillation.quantizers.twn import Twn
 from smelt.compression.distillation.student import Student
 from smelt.compression.distillation.teachers import DenseTeacher
 from smelt.errors import DataError, ModelError, RecipeError
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
 from tests.tiny import BUILDS, ENCODER, build_network, inputs, labeled

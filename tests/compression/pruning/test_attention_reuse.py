@@ -23,7 +23,7 @@ from smelt.compression.methods import METHODS
 from smelt.compression.pruning.attention_reuse import AttentionReuse
 from smelt.errors import DataError, ModelError, RecipeError
 from smelt.measure.cost import Workload, block_cost, block_parameters, unit_bytes
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.attention_reuse import reuse_attention
 from smelt.models.model import Model

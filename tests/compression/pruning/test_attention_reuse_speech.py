@@ -18,7 +18,7 @@ from smelt.compression.base import MethodContext
 from smelt.compression.calibration.attention_similarity import jensen_shannon, map_divergences
 from smelt.compression.methods import METHODS
 from smelt.errors import ModelError
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.attention_reuse import reuse_attention
 from smelt.models.model import Model

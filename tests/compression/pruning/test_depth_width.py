@@ -19,7 +19,7 @@ from smelt.compression.pruning.slicegpt import principal_components, stream_cova
 from smelt.errors import BudgetError, DataError, ModelError, RecipeError
 from smelt.measure.cost import block_parameters
 from smelt.measure.perplexity import perplexity
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.depth import keep_blocks
 from smelt.models.model import Model

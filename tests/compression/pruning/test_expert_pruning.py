@@ -20,7 +20,7 @@ from smelt.compression.methods import METHODS
 from smelt.compression.pruning.expert_merging import group_experts, merge_experts
 from smelt.errors import BudgetError, ModelError, RecipeError
 from smelt.measure.cost import block_parameters
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.expert_surgery import keep_experts
 from smelt.models.experts import split_experts

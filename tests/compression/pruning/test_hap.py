@@ -18,12 +18,12 @@ from smelt.compression.budget import Budget
 from smelt.compression.calibration.gradients import batch_loss
 from smelt.compression.calibration.hessian import UnitTraces, hessian_traces
 from smelt.compression.checkpoint import Checkpoint
-from smelt.compression.pruning.base import _parse_ranges
 from smelt.compression.pruning.hap import Hap, _ImplantCosts
 from smelt.compression.pruning.repair import cut
+from smelt.compression.pruning.selection import parse_ranges
 from smelt.errors import BudgetError, DataError, ModelError, RecipeError
 from smelt.measure.cost import Workload, block_cost, cost_with_units, unit_parameters
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.implants import implants_of
 from smelt.models.model import Model
@@ -82,7 +82,7 @@ def test_an_implant_adds_nothing_at_first(name: str) -> None:
     batches = [labeled(name, seed) for seed in range(2)]
     model, _ = pruned(name, MethodContext(batches=batches, choices=choices), implant=0.5)
     without = build(name)
-    kept = [_parse_ranges(text, part) for text, part in zip(choices.made["choice"], without.anatomy.parts, strict=True)]
+    kept = [parse_ranges(text, part) for text, part in zip(choices.made["choice"], without.anatomy.parts, strict=True)]
     cut(without.network, kept)
     with torch.no_grad():
         expected, logits = (each.network(**inputs(name)).logits for each in (without, model))

@@ -29,7 +29,7 @@ from smelt.compression.pruning.head_gates import (
 from smelt.compression.pruning.repair import cut
 from smelt.errors import BudgetError, DataError, ModelError, RecipeError
 from smelt.measure.cost import block_parameters, unit_parameters
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.artifact import save_artifact
 from smelt.models.load import load
 from smelt.models.model import Model

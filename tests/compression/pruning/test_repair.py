@@ -20,7 +20,7 @@ from smelt.compression.pruning.repair import (
     ridge_solve,
     tune_scales,
 )
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.model import Model
 from tests.tiny import BUILDS, TRANSFORMERS, labeled
 

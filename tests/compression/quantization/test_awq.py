@@ -18,7 +18,7 @@ from smelt.compression.quantization.layers import layer_groups
 from smelt.compression.quantization.scale_search import CLIP_RATIOS, Candidate, clip_, clipped_projections
 from smelt.compression.quantization.search_eval import LayerOutputError, ModuleOutputError, first_batches
 from smelt.errors import RecipeError
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
 from smelt.numerics import Format, get_format

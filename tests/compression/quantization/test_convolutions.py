@@ -17,7 +17,7 @@ from smelt.compression.quantization.rounding import round_to_nearest
 from smelt.errors import ModelError, RecipeError
 from smelt.kernels.conv import ConvShape
 from smelt.measure.cost import Workload, block_macs, count_bytes, count_parameters
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedConv, quantized_layers

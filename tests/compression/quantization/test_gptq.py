@@ -11,7 +11,7 @@ from smelt.compression.calibration.observers import HessianObserver
 from smelt.compression.quantization.gptq_rounding import gptq, round_group
 from smelt.compression.quantization.layers import LayerGroup, LinearLayer, layer_groups
 from smelt.errors import DataError, ModelError
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
 from smelt.numerics import FORMATS, QuantizedTensor, get_format

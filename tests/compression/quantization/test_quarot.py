@@ -19,7 +19,7 @@ from smelt.compression.quantization.rotated import rotate_inputs
 from smelt.errors import DataError, ModelError, RecipeError
 from smelt.kernels.hadamard import hadamard_transform
 from smelt.kernels.linear import ActivationQuant
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.model import Model
 from smelt.models.quantization_scheme import QuantizationScheme

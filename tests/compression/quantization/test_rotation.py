@@ -21,7 +21,7 @@ from smelt.compression.quantization.rotation import (
 from smelt.errors import ModelError, RecipeError
 from smelt.kernels.hadamard import hadamard_transform
 from smelt.measure.cost import count_bytes, count_parameters
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.model import Model
 from smelt.models.surgery import set_output

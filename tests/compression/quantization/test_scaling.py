@@ -10,7 +10,8 @@ from torch import Tensor
 from smelt.compression.base import METHODS
 from smelt.compression.quantization.layers import LayerGroup, layer_groups
 from smelt.compression.quantization.scaling import ScaleSource, fold_scale, scale_source
-from smelt.models.anatomy import Block, anatomy_of
+from smelt.models.anatomy import Block
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.model import Model
 from tests.tiny import BUILDS, TRANSFORMERS, inputs
 

@@ -14,7 +14,7 @@ from smelt.compression.quantization.base import BlockWork
 from smelt.compression.quantization.layers import layer_groups
 from smelt.compression.quantization.smoothquant import SmoothQuant, smoothing_scale
 from smelt.errors import RecipeError
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
 from smelt.numerics import FORMATS

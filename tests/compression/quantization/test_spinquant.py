@@ -22,7 +22,8 @@ from smelt.compression.quantization.spinquant import SpinQuant, cayley_step, nea
 from smelt.errors import DataError, ModelError, RecipeError
 from smelt.kernels.hadamard import hadamard_transform
 from smelt.kernels.linear import ActivationQuant
-from smelt.models.anatomy import Anatomy, anatomy_of
+from smelt.models.anatomy import Anatomy
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
 from smelt.numerics.catalog import FORMATS, get_format

@@ -12,7 +12,7 @@ from smelt.compression.recipe.batch import fit_batch_size, resolve_batch_size
 from smelt.compression.recipe.recipe import Recipe
 from smelt.compression.recipe.run import compress
 from smelt.errors import RecipeError
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from tests.tiny import BUILDS
 
 CPU = torch.device("cpu")

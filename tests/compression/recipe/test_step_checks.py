@@ -12,7 +12,7 @@ from smelt.compression.base import MethodContext
 from smelt.compression.recipe.recipe import Recipe
 from smelt.compression.recipe.step_checks import check_steps
 from smelt.errors import BudgetError, ModelError, RecipeError
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
 from tests.tiny import BUILDS

@@ -19,7 +19,7 @@ from smelt.compression.methods import token_pruning  # noqa: F401  (puts the met
 from smelt.compression.token_pruning.base import TokenPruningStudent
 from smelt.errors import BudgetError, DataError, ModelError, RecipeError
 from smelt.measure.token_cost import count_tokens, text_lengths, token_macs
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.model import Model
 from smelt.models.token_pruning import SoftThresholds, install_token_pruning, token_pruning_of
 from smelt.models.token_rules import ThresholdRule

@@ -23,7 +23,8 @@ from torch.nn import functional as F
 
 from smelt.compression.distillation.fake_quantize import FakeQuantizedLayer, prepare
 from smelt.compression.distillation.quantizers import ActivationQuantizer, WeightQuantizer
-from smelt.models.anatomy import Anatomy, Part, anatomy_of
+from smelt.models.anatomy import Anatomy, Part
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.quantized_network import replace_module
 from smelt.models.surgery import keep_units, widen_channels
 

@@ -7,13 +7,10 @@ training loop of `smelt.train` with its checkpoints, the selection of the best w
 from __future__ import annotations
 
 import dataclasses
-import math
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -22,14 +19,11 @@ from torch import Tensor, nn
 from smelt.compression.base import (
     Batch,
     CalibrationSize,
-    Method,
     MethodContext,
     ResourceEstimate,
     UndecidedWidth,
-    one_of,
     within,
 )
-from smelt.compression.calibration.gradients import gradient_bytes
 from smelt.compression.distillation.fake_quantize import (
     convert,
     fake_quantized_layers,
@@ -43,19 +37,15 @@ from smelt.compression.distillation.intermediates import (
     check_observable,
     check_observation,
 )
-from smelt.compression.distillation.losses import SAMPLE_WEIGHTS, Labels, LossTerm
+from smelt.compression.distillation.losses import SAMPLE_WEIGHTS
+from smelt.compression.distillation.network_training import VALIDATION, NetworkTraining, training_folder
 from smelt.compression.distillation.quantizers import ActivationQuantizer, WeightQuantizer
 from smelt.compression.distillation.quantizers.minmax import MinMax
 from smelt.compression.distillation.samples import Samples
 from smelt.compression.distillation.student import NetworkTeacher, Student
-from smelt.compression.distillation.training_run import (
-    remember_dtypes,
-    restore_dtypes,
-    run_training,
-    share_of_batch,
-)
+from smelt.compression.distillation.training_run import remember_dtypes, restore_dtypes
 from smelt.compression.quantization.layers import LinearLayer, layer_groups
-from smelt.errors import ConfigError, DataError, ModelError, RecipeError
+from smelt.errors import ConfigError, ModelError, RecipeError
 from smelt.measure.cost import block_parameters, count_bytes
 from smelt.models.anatomy import Anatomy
 from smelt.models.implanted_layers import ImplantedConv2d
@@ -65,22 +55,15 @@ from smelt.models.quantized import quantized_layers
 from smelt.models.quantized_network import prepare_quantized_layers
 from smelt.models.token_pruning import refuse_token_pruning
 from smelt.train.gradients.comm import Comm
-from smelt.train.trainer.config import (
-    CheckpointConfig,
-    EvaluateConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from smelt.train.trainer.config import TrainConfig
 from smelt.train.trainer.gradient_sync import normalize_gradients
 from smelt.train.trainer.tasks import TrainingTask
 
-VALIDATION = 0.05  # fraction of the samples, the last ones
 MAX_CONVERSION_ERROR = 1e-3  # of packed logits, relative to the largest logit
 
 
 @dataclass(frozen=True)
-class QuantizationAwareTraining(Method):
+class QuantizationAwareTraining(NetworkTraining):
     """Train the network with fake-quantized layers, then pack these.
 
     The layers of the blocks are quantized; what comes before the first block and after the last stays in float. Weights
@@ -89,42 +72,29 @@ class QuantizationAwareTraining(Method):
 
     weights: WeightQuantizer = field(default_factory=MinMax)
     inputs: ActivationQuantizer | None = None  # null: activations stay in float
-    losses: tuple[LossTerm, ...] = (Labels(),)  # terms that are added up
-    epochs: float = 1.0  # over the samples of the recipe's data
-    batch_size: int = 32  # samples per step
     gradient_accumulation_steps: int = 1  # batches per step
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     gradients: str = "none"  # or a compressor of what several workers exchange: exdyna:density=0.001
-    precision: str = "off"  # or bf16: of forward and backward
     gradient_checkpointing: bool = False  # keep fewer activations, and compute blocks twice
     compile: bool = False  # forward and backward by torch.compile, by block: compiles first, then fuses the rounding
     cuda_graphs: bool = True  # on one GPU: replay forward and backward as CUDA graphs; false: kernel by kernel
-    max_grad_norm: float | None = 1.0  # gradients of a larger norm are scaled down to it; null: never
     augment: bool = False  # crop and flip images randomly
     exclude: tuple[str, ...] = ()  # layers whose path contains one of these stay in float
-    checkpoint_every: int = 500  # steps; each checkpoint is evaluated on samples that are held out
     select: str = "best"  # checkpoint, by the accuracy or loss on those samples; or last
 
     needs: ClassVar[tuple[str, ...]] = ("calibration data",)
-    trains: ClassVar[bool] = True
     own_loss: ClassVar[bool] = False  # the loss is not a sum of terms
 
     def __post_init__(self) -> None:
-        within(self.name, "epochs", self.epochs, 1e-6, 1e6)
-        within(self.name, "batch_size", self.batch_size, 1, 1_000_000)
+        super().__post_init__()
         within(self.name, "gradient_accumulation_steps", self.gradient_accumulation_steps, 1, 1_000_000)
-        within(self.name, "checkpoint_every", self.checkpoint_every, 1, 1_000_000_000)
-        one_of(self.name, "precision", self.precision, ("off", "bf16"))
-        one_of(self.name, "select", self.select, ("best", "last"))
         try:
             normalize_gradients(self.gradients)
         except ConfigError as error:
             raise RecipeError(f"gradients of {self.name}: {error}") from error
         if self.own_loss and self.losses:
             raise RecipeError(f"{self.name} has a loss of its own; remove `losses`.")
-        if not self.own_loss and not self.losses:
-            raise RecipeError(f"{self.name} needs at least one term of the loss, such as `losses: [{{loss: labels}}]`.")
+        if not self.own_loss:
+            self.check_losses()
         if self.needs_teacher and not self.has_teacher:
             needy = next((f": the loss {term.name}" for term in self.losses if term.needs_teacher), "")
             raise RecipeError(f"{self.name}{needy} needs a teacher; give `teacher: source`.")
@@ -188,31 +158,19 @@ class QuantizationAwareTraining(Method):
         return int(sum(bits)) // 8 - sum(weight.numel() * weight.element_size() for weight in weights)
 
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
-        trained = 4 * sum(parameter.numel() for parameter in anatomy.network.parameters())
-        states = 2 if self.optimizer.name == "adamw" else 1
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
-        memory = (
-            trained * (2 + states)
-            + 4 * block_parameters(anatomy)
-            + gradient_bytes(anatomy, self.batch_size, size.seq_len, dtype=dtype)
-            + (trained if self.needs_teacher else 0)
-        )
+        memory = self.training_memory(anatomy, size.seq_len, teacher=self.needs_teacher, dtype=dtype)
+        memory += 4 * block_parameters(anatomy)  # fake-quantized weights
         vocabulary = getattr(anatomy.network.config, "vocab_size", 0) if anatomy.family.causal else 0
         logits = 4 * self.batch_size * size.seq_len * vocabulary
         memory += logits * max((term.logit_copies for term in self.losses), default=0)
         return ResourceEstimate(passes=self.epochs * (4 if self.needs_teacher else 3), memory=memory)
 
-    def to_json(self) -> dict[str, Any]:
-        plain = super().to_json()
-        optimizer, schedule = dataclasses.asdict(self.optimizer), dataclasses.asdict(self.schedule)
-        losses = [term.to_json() for term in self.losses]
-        return {**plain, "losses": losses, "optimizer": optimizer, "schedule": schedule}
-
     def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:
         self.check(model.anatomy)
         self.check_batches(context.batches)
         device = context.device or next(model.network.parameters()).device
-        folder = context.checkpoint.folder or context.folder or Path(tempfile.mkdtemp())
+        folder = training_folder(context)
         teacher = self.make_teacher(model)
         if teacher is not None and self.compile:
             teacher.compile()
@@ -245,7 +203,7 @@ class QuantizationAwareTraining(Method):
             if teacher is not None:
                 teacher.begin(student, train, folder / "teacher", self.batch_size, context.progress)
                 teacher.check(student, few)
-            facts |= self._train(task, model, context, folder / "training", device)
+            facts |= self.train(task, model, context, device)
             if Comm().rank == 0:
                 shutil.rmtree(folder / "teacher", ignore_errors=True)
         finally:
@@ -266,8 +224,7 @@ class QuantizationAwareTraining(Method):
 
     def check_batches(self, batches: Sequence[Batch]) -> None:
         """Raise, before any work, if the method cannot train on this data."""
-        if any("labels" not in batch for batch in batches):
-            raise DataError(f"{self.name} trains on labels, and the data has none; name labeled data.")
+        self.check_labels(batches)
 
     def make_samples(
         self, model: Model, context: MethodContext, device: torch.device
@@ -300,28 +257,20 @@ class QuantizationAwareTraining(Method):
         """Return the number of inputs of each layer to quantize, by path."""
         return {layer.path: layer.weight.shape[1] for layer in self._layers(anatomy)}
 
-    def _train(
-        self, task: TrainingTask, model: Model, context: MethodContext, folder: Path, device: torch.device
-    ) -> dict[str, Any]:
-        facts = run_training(
-            task, lambda: self._train_config(len(task.train), model, context, device), folder, device,
-            name=self.name, select=self.select, progress=context.progress,
-        )  # fmt: skip
+    @property
+    def samples_per_step(self) -> int:
+        return self.batch_size * self.gradient_accumulation_steps
+
+    def train(self, task: TrainingTask, model: Model, *args: Any, **options: Any) -> dict[str, Any]:
+        facts = super().train(task, model, *args, **options)
         if model.task == "policy":
             facts.pop("validation_perplexity", None)
         return facts
 
-    def _train_config(self, samples: int, model: Model, context: MethodContext, device: torch.device) -> TrainConfig:
-        """Return the configuration of the run: the workers share each batch."""
-        per_step = self.batch_size * self.gradient_accumulation_steps
-        return TrainConfig(
-            model=model.source or "model", task="images" if model.task == "images" else "language",
-            batch_size=share_of_batch(self.name, self.batch_size),
-            gradient_accumulation_steps=self.gradient_accumulation_steps,
-            steps=max(math.ceil(self.epochs * samples / per_step), 1), seed=context.seed, precision=self.precision,
-            max_grad_norm=self.max_grad_norm, optimizer=self.optimizer, schedule=self.schedule,
-            gradients=self.gradients, evaluate=EvaluateConfig(every=self.checkpoint_every, samples=1_000_000),
-            checkpoint=CheckpointConfig(every=self.checkpoint_every), device=device.type, compile=self.compile,
+    def train_config(self, *args: Any) -> TrainConfig:
+        return dataclasses.replace(
+            super().train_config(*args), gradient_accumulation_steps=self.gradient_accumulation_steps,
+            gradients=self.gradients, compile=self.compile,
             cuda_graphs=self.cuda_graphs and not self.gradient_checkpointing,  # which saves the state of random numbers
         )  # fmt: skip
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from smelt.compression.distillation.losses import Labels, LossTerm, Qbc
+from smelt.compression.distillation.network_training import SOURCE
 from smelt.compression.distillation.quantizers import ActivationQuantizer, WeightQuantizer
 from smelt.compression.distillation.quantizers.lsq import Lsq, LsqActivations
-from smelt.compression.distillation.teachers import SOURCE, DenseTeacher, DistilledTraining
+from smelt.compression.distillation.teachers import DenseTeacher, DistilledTraining
 from smelt.errors import ModelError, RecipeError
 from smelt.models.model import Model
 

@@ -48,8 +48,8 @@ class MatQuant(DistilledTraining):
     def make_student(self, network: nn.Module, teacher: NetworkTeacher | None) -> Student:
         return NestedStudent(network, self.losses, teacher, dict(zip(self.slices, self.slice_weights, strict=True)))
 
-    def _train(self, task: TrainingTask, *args: Any) -> dict[str, Any]:
-        facts = super()._train(task, *args)
+    def train(self, task: TrainingTask, *args: Any, **options: Any) -> dict[str, Any]:
+        facts = super().train(task, *args, **options)
         losses = {str(bits): loss for bits, loss in _held_out_losses(task, self.slices, self.batch_size).items()}
         return {**facts, "validation_loss_by_bits": losses}
 

@@ -136,8 +136,8 @@ class Qdpo(QuantizationAwareTraining):
         facts.pop("validation_perplexity", None)  # the loss of DPO has none
         return facts
 
-    def _train_config(self, samples: int, model: Model, context: MethodContext, device: torch.device) -> TrainConfig:
-        config = super()._train_config(samples, model, context, device)
+    def train_config(self, *args: Any) -> TrainConfig:
+        config = super().train_config(*args)
         if config.schedule.warmup_steps:
             return config
         schedule = dataclasses.replace(config.schedule, warmup_steps=round(self.warmup_ratio * config.steps))

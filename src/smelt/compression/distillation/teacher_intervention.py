@@ -11,10 +11,11 @@ from smelt.compression.base import METHODS, one_of, within
 from smelt.compression.distillation.feature_losses import AttentionOutput, AttentionScore, HiddenStates
 from smelt.compression.distillation.intermediates import INTERVENTIONS
 from smelt.compression.distillation.losses import Logits, LossTerm
+from smelt.compression.distillation.network_training import SOURCE
 from smelt.compression.distillation.quantizers import ActivationQuantizer, WeightQuantizer
 from smelt.compression.distillation.quantizers.minmax import MinMaxActivations
 from smelt.compression.distillation.quantizers.twn import Twn
-from smelt.compression.distillation.teachers import SOURCE, DistilledTraining
+from smelt.compression.distillation.teachers import DistilledTraining
 from smelt.errors import ModelError, RecipeError
 from smelt.models.anatomy import Anatomy
 from smelt.train.trainer.config import TrainConfig
@@ -79,8 +80,8 @@ class TeacherIntervention(DistilledTraining):
             return list(INTERVENTIONS)[np.random.default_rng(step).integers(len(INTERVENTIONS))]
         return self.mode
 
-    def _train_config(self, samples: int, *args: Any) -> TrainConfig:
-        config = super()._train_config(samples, *args)
+    def train_config(self, *args: Any) -> TrainConfig:
+        config = super().train_config(*args)
         if config.steps <= self.intervention_steps:
             raise RecipeError(
                 f"{self.name} trains for {config.steps} steps and the teacher intervenes in the first "

@@ -18,14 +18,14 @@ from smelt.compression.distillation.intermediates import (
     block_paths,
     check_observable,
 )
+from smelt.compression.distillation.network_training import SOURCE
 from smelt.compression.distillation.student import NetworkTeacher, Student
 from smelt.errors import ModelError, RecipeError
-from smelt.models.anatomy import Anatomy, anatomy_of
+from smelt.models.anatomy import Anatomy
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.load import load, load_config
 from smelt.models.model import Model
 from smelt.train.trainer.regional_compilation import compile_network, repeated_blocks
-
-SOURCE = "source"
 
 
 class DenseTeacher(NetworkTeacher):

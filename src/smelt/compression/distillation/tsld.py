@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 from smelt.compression.base import METHODS
 from smelt.compression.distillation.losses import Labels, LossTerm, TokenScaledLogits
+from smelt.compression.distillation.network_training import SOURCE
 from smelt.compression.distillation.quantizers import WeightQuantizer
 from smelt.compression.distillation.quantizers.twn import Twn
-from smelt.compression.distillation.teachers import SOURCE, DistilledTraining
+from smelt.compression.distillation.teachers import DistilledTraining
 from smelt.errors import ModelError
 from smelt.models.anatomy import Anatomy
 

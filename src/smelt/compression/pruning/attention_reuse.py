@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import copy
 import math
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,7 +26,6 @@ from smelt.compression.base import (
     METHODS,
     Batch,
     CalibrationSize,
-    Method,
     MethodContext,
     ResourceEstimate,
     UndecidedWidth,
@@ -39,13 +36,6 @@ from smelt.compression.calibration.attention_similarity import map_divergences, 
 from smelt.compression.calibration.block_inputs import ActivationStore, run_backbone
 from smelt.compression.calibration.least_squares import NormalEquations
 from smelt.compression.distillation.feature_losses import AttentionMap, HiddenStates
-from smelt.compression.distillation.fine_tuning import (
-    VALIDATION,
-    check_fine_tuning,
-    fine_tune,
-    fine_tuning_memory,
-    fine_tuning_to_json,
-)
 from smelt.compression.distillation.intermediates import (
     ObservedNetwork,
     block_paths,
@@ -53,17 +43,19 @@ from smelt.compression.distillation.intermediates import (
     check_observation,
 )
 from smelt.compression.distillation.losses import Logits, LossTerm
+from smelt.compression.distillation.network_training import VALIDATION, NetworkTraining
 from smelt.compression.distillation.samples import Samples
 from smelt.compression.distillation.student import Student
 from smelt.compression.distillation.teachers import DenseTeacher
 from smelt.compression.distillation.training_run import remember_dtypes, restore_dtypes
-from smelt.errors import DataError, ModelError, RecipeError
+from smelt.errors import DataError, ModelError
 from smelt.measure.cost import block_parameters
-from smelt.models.anatomy import Anatomy, Part, anatomy_of
+from smelt.models.anatomy import Anatomy, Part
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.attention_reuse import kv_cache_share, reuse_attention, unshareable_reason
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
-from smelt.train.trainer.config import OptimizerConfig, ScheduleConfig
+from smelt.train.trainer.config import OptimizerConfig
 
 
 @METHODS.register(
@@ -72,8 +64,8 @@ from smelt.train.trainer.config import OptimizerConfig, ScheduleConfig
     "(arXiv 2301.12444)",
     needs=("calibration data",),
 )
-@dataclass(frozen=True)
-class AttentionReuse(Method):
+@dataclass(frozen=True, kw_only=True)
+class AttentionReuse(NetworkTraining):
     """Use where neighboring layers attend alike: removes Q and K of some layers, and their keys from the KV cache."""
 
     layers: float = 1 / 3  # fraction of the attention layers that use the map of another
@@ -85,13 +77,9 @@ class AttentionReuse(Method):
     losses: tuple[LossTerm, ...] = (Logits(), AttentionMap(), HiddenStates())  # of it: terms that are added up
     batch_size: int = 16  # samples per step
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-4))
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    precision: str = "off"  # or bf16: of forward and backward
-    max_grad_norm: float | None = 1.0  # gradients of a larger norm are scaled down to it; null: never
-    checkpoint_every: int = 500  # steps; each checkpoint is evaluated on samples that are held out
     select: str = "best"  # checkpoint, by the accuracy or loss on those samples; or last
 
-    trains: ClassVar[bool] = True
+    min_epochs: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
         within(self.name, "layers", self.layers, 0.0, 1.0)
@@ -99,9 +87,8 @@ class AttentionReuse(Method):
         within(self.name, "separate", self.separate, 0, 1000)
         within(self.name, "damping", self.damping, 1e-8, 1e3)
         one_of(self.name, "repair", self.repair, ("full", "none"))
-        check_fine_tuning(self)
-        if not self.losses:
-            raise RecipeError(f"{self.name} needs at least one term of the loss, such as `losses: [{{loss: logits}}]`.")
+        super().__post_init__()
+        self.check_losses(example="logits")
 
     def check(self, anatomy: Anatomy) -> None:
         if quantized_layers(anatomy.network):
@@ -188,9 +175,6 @@ class AttentionReuse(Method):
         """Which intermediate outputs the losses compare: names in intermediates.py."""
         return frozenset(name for term in self.losses for name in term.intermediates)
 
-    def to_json(self) -> dict[str, Any]:
-        return {**super().to_json(), **fine_tuning_to_json(self)}
-
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         layers = self._wanted(anatomy)
         maps = (
@@ -202,7 +186,7 @@ class AttentionReuse(Method):
         )
         targets = 4 * size.tokens * anatomy.hidden_size * layers if self.repair == "full" else 0
         targets = targets if memory_limit is None else min(targets, memory_limit)
-        training = fine_tuning_memory(self, anatomy, size.seq_len, teacher=True) if self.epochs else 0
+        training = self.training_memory(anatomy, size.seq_len, teacher=True) if self.epochs else 0
         passes = 1.0 + ((1 + layers) if self.repair == "full" else 0) + 4 * self.epochs
         return ResourceEstimate(passes, maps + targets + training)
 
@@ -275,9 +259,8 @@ class _Distillation:
         network.float().to(self.device)
         student = Student(network, self.method.losses, DenseTeacher(self.teacher, self.names, set(leaders)))
         student.observed = ObservedNetwork(network, block_paths(self.model.anatomy), self.names)
-        folder = self.context.checkpoint.folder or self.context.folder or Path(tempfile.mkdtemp())
         try:
-            return fine_tune(self.method, self.model, student, self.samples, self.context, folder, self.device)
+            return self.method.fine_tune(student, self.samples, self.model, self.context, self.device)
         finally:
             student.observed.close()
             restore_dtypes(network, dtypes)

@@ -22,11 +22,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -37,11 +34,9 @@ from smelt.compression.base import (
     METHODS,
     Batch,
     CalibrationSize,
-    Method,
     MethodContext,
     ResourceEstimate,
     UndecidedWidth,
-    one_of,
     within,
 )
 from smelt.compression.calibration.domain_neurons import (
@@ -54,13 +49,13 @@ from smelt.compression.calibration.domain_neurons import (
     top_mask,
 )
 from smelt.compression.calibration.gradients import gradient_bytes
-from smelt.compression.distillation.fine_tuning import check_logit_losses
 from smelt.compression.distillation.intermediates import NetworkOutputs
 from smelt.compression.distillation.losses import Labels, LossTerm
+from smelt.compression.distillation.network_training import VALIDATION, LogitDistillation
 from smelt.compression.distillation.samples import Samples
 from smelt.compression.distillation.student import Student
 from smelt.compression.distillation.teachers import DenseTeacher
-from smelt.compression.distillation.training_run import remember_dtypes, restore_dtypes, run_training
+from smelt.compression.distillation.training_run import remember_dtypes, restore_dtypes
 from smelt.data.batches import text_batches
 from smelt.errors import DataError, ModelError, RecipeError
 from smelt.measure.cost import active_parameters, block_parameters
@@ -68,10 +63,9 @@ from smelt.models.anatomy import Anatomy, Part
 from smelt.models.carved_experts import LayerChannels, carve, check_carvable
 from smelt.models.expert_router import ExpertRouter, RouterConfig
 from smelt.models.model import Model
-from smelt.train.trainer.config import CheckpointConfig, EvaluateConfig, OptimizerConfig, ScheduleConfig, TrainConfig
+from smelt.train.trainer.config import OptimizerConfig
 from smelt.train.trainer.tasks import TrainingTask
 
-VALIDATION = 0.05  # fraction of the samples, the last ones
 BATCH = 4  # sequences per forward pass of the dense model
 TARGETS = "router_targets"  # of a batch: distribution over experts, [batch, tokens, experts]
 _RANKS = (5, 4, 3, 2, 1)  # fifths of the private neurons
@@ -84,8 +78,8 @@ _LABEL_SHARE, _SMOOTHING, _SHARPNESS = 0.75, 0.5, 10.0
     "NeurIPS 2024 (arXiv 2410.19123)",
     needs=("texts of several domains",),
 )
-@dataclass(frozen=True)
-class CarveExperts(Method):
+@dataclass(frozen=True, kw_only=True)
+class CarveExperts(LogitDistillation):
     """Use for a decoder that serves several domains: each token uses a part of every feed-forward."""
 
     domains: tuple[str, ...] = ()  # texts, one source each: a file, FILE:COLUMN of a table, or default
@@ -99,32 +93,26 @@ class CarveExperts(Method):
     router_epochs: float = 8.0  # over the samples
     router_optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3, weight_decay=0.01))
     losses: tuple[LossTerm, ...] = (Labels(),)  # terms that are added up, for the experts
-    teacher: str | None = None  # source: the model before this step, for losses such as logits; null: none
     epochs: float = 1.0  # of the experts, with the router fixed; 0: no training
     batch_size: int = 8  # sequences per step
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-4, weight_decay=0.01))
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    precision: str = "off"  # or bf16: of forward and backward
-    max_grad_norm: float | None = 1.0  # gradients of a larger norm are scaled down to it; null: never
-    checkpoint_every: int = 500  # steps; each checkpoint is evaluated on samples that are held out
     select: str = "best"  # checkpoint, by the loss on those samples; or last
 
     needs: ClassVar[tuple[str, ...]] = ("texts of several domains",)
+    trains: ClassVar[bool] = False  # in one process, which has trained the router
+    min_epochs: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
         for name, low, high in (
             ("experts", 2, 64), ("samples", 2, 10**7), ("seq_len", 2, 10**6), ("router_width", 4, 8192),
-            ("router_layers", 1, 16), ("router_window", 1, 10**5), ("router_epochs", 1e-6, 1e6), ("epochs", 0, 1e6),
-            ("batch_size", 1, 10**6), ("checkpoint_every", 1, 10**9),
+            ("router_layers", 1, 16), ("router_window", 1, 10**5), ("router_epochs", 1e-6, 1e6),
         ):  # fmt: skip
             if getattr(self, name) is not None:
                 within(self.name, name, getattr(self, name), low, high)
         within(self.name, "width", self.width, 1e-3, 1.0)
         if self.width == 1:
             raise RecipeError(f"{self.name} would carve nothing with width 1; give a fraction below 1, such as 0.5.")
-        one_of(self.name, "precision", self.precision, ("off", "bf16"))
-        one_of(self.name, "select", self.select, ("best", "last"))
-        check_logit_losses(self.name, self.losses, self.teacher)
+        super().__post_init__()
         if self.experts is not None and self.domains and self.experts > len(self.domains):
             raise RecipeError(
                 f"{self.name} carves one expert out of each domain, so {len(self.domains)} domains are too few for "
@@ -185,12 +173,8 @@ class CarveExperts(Method):
         return ResourceEstimate(passes=passes * tokens / max(size.tokens, 1), memory=memory)
 
     def to_json(self) -> dict[str, Any]:
-        names = ("optimizer", "router_optimizer", "schedule")
-        plain = {name: dataclasses.asdict(getattr(self, name)) for name in names}
-        return {
-            **super().to_json(), **plain, "domains": list(self.domains),
-            "losses": [term.to_json() for term in self.losses],
-        }  # fmt: skip
+        router_optimizer = dataclasses.asdict(self.router_optimizer)
+        return {**super().to_json(), "domains": list(self.domains), "router_optimizer": router_optimizer}
 
     def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:
         self.check(model.anatomy)
@@ -209,15 +193,14 @@ class CarveExperts(Method):
                 "all domains need the same channels, so there is nothing to route; name texts that differ more."
             )
         targets = router_targets(anatomy, data, channels, lambda items: context.progress.track(items, "routing"))
-        folder = context.checkpoint.folder or context.folder or Path(tempfile.mkdtemp())
         samples, validation = _mixed(data, targets, device, context.seed).split(VALIDATION)
-        router, facts = self._train_router(anatomy, samples, validation, context, folder)
+        router, facts = self._train_router(model, samples, validation, context)
         shares = router.shares(samples.tensors["input_ids"])
         _check_shares(shares, self.name)
         teacher = DenseTeacher(copy.deepcopy(model.network)) if self.teacher and self.epochs else None
         carve(anatomy, channels, router)
         if self.epochs:
-            facts |= self.train_experts(model, teacher, samples, validation, context, folder)
+            facts |= self.train_experts(model, teacher, samples, validation, context)
         model.network.eval()
         restore_dtypes(model.network, dtypes)
         return {
@@ -257,9 +240,10 @@ class CarveExperts(Method):
         )  # fmt: skip
 
     def _train_router(
-        self, anatomy: Anatomy, samples: Samples, validation: Samples, context: MethodContext, folder: Path
+        self, model: Model, samples: Samples, validation: Samples, context: MethodContext
     ) -> tuple[ExpertRouter, dict[str, Any]]:
         """Train the router on the targets, or take the one that an interrupted run has trained."""
+        anatomy = model.anatomy
         router, embeddings = ExpertRouter(self._router_config(anatomy)), anatomy.embeddings[0]
         table: Any = embeddings.weight
         router.init_weights(table.detach().cpu(), torch.Generator().manual_seed(context.seed))
@@ -268,10 +252,9 @@ class CarveExperts(Method):
         if facts is None or weights is None:
             student = RouterStudent(router, anatomy.network.config)
             task = TrainingTask(student, samples, validation, False, saves_model=False, graph_state=lambda: None)
-            trained = run_training(
-                task, lambda: self._train_config(context, samples, self.router_epochs, self.router_optimizer, "off"),
-                folder / "router", samples.device, name=f"{self.name}: router", select=self.select,
-                progress=context.progress,
+            trained = self.train(
+                task, model, context, samples.device, stage="router", epochs=self.router_epochs,
+                optimizer=self.router_optimizer, precision="off",
             )  # fmt: skip
             facts = {f"router_{name}": value for name, value in trained.items()}
             weights = {name: tensor.detach().cpu().clone() for name, tensor in router.state_dict().items()}
@@ -281,28 +264,12 @@ class CarveExperts(Method):
         return router.eval().requires_grad_(False), facts
 
     def train_experts(
-        self, model: Model, teacher: DenseTeacher | None, samples: Samples, validation: Samples,
-        context: MethodContext, folder: Path,
-    ) -> dict[str, Any]:  # fmt: skip
+        self, model: Model, teacher: DenseTeacher | None, samples: Samples, validation: Samples, context: MethodContext
+    ) -> dict[str, Any]:
         student = Student(model.network, self.losses, teacher)
         train, held_out = (_without(part, TARGETS) for part in (samples, validation))
         task = TrainingTask(student, train, held_out, False, saves_model=False, graph_state=lambda: None)
-        return run_training(
-            task, lambda: self._train_config(context, samples, self.epochs, self.optimizer, self.precision),
-            folder / "experts", samples.device, name=f"{self.name}: experts", select=self.select,
-            progress=context.progress,
-        )  # fmt: skip
-
-    def _train_config(
-        self, context: MethodContext, samples: Samples, epochs: float, optimizer: OptimizerConfig, precision: str
-    ) -> TrainConfig:
-        return TrainConfig(
-            model="model", batch_size=self.batch_size,
-            steps=max(math.ceil(epochs * len(samples) / self.batch_size), 1), seed=context.seed, precision=precision,
-            max_grad_norm=self.max_grad_norm, optimizer=optimizer, schedule=self.schedule, gradients="none",
-            device=samples.device.type, evaluate=EvaluateConfig(every=self.checkpoint_every, samples=1_000_000),
-            checkpoint=CheckpointConfig(every=self.checkpoint_every),
-        )  # fmt: skip
+        return self.train(task, model, context, samples.device, stage="experts")
 
 
 class RouterStudent(nn.Module):

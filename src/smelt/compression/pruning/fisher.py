@@ -18,8 +18,9 @@ from smelt.compression.allocation.unit_search import KeptUnits
 from smelt.compression.base import METHODS, CalibrationSize, MethodContext, ResourceEstimate, one_of
 from smelt.compression.budget import Budget
 from smelt.compression.calibration.gradients import all_mask_gradients, gradient_bytes
-from smelt.compression.pruning.base import Scores, StructuredPruning, checkpointed_selection
+from smelt.compression.pruning.base import Scores, StructuredPruning
 from smelt.compression.pruning.repair import RepairSettings, cut_and_repair
+from smelt.compression.pruning.selection import checkpointed_selection
 from smelt.errors import RecipeError
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model

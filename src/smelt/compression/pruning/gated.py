@@ -7,14 +7,11 @@ A method supplies the gates and the term of the loss that closes them. The base 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
-import tempfile
 from abc import abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,49 +19,27 @@ import torch
 from torch import Tensor, nn
 
 from smelt.compression.allocation.unit_search import Candidates, KeptUnits, search_threshold
-from smelt.compression.base import (
-    Batch,
-    CalibrationSize,
-    Method,
-    MethodContext,
-    ResourceEstimate,
-    UndecidedWidth,
-    one_of,
-    within,
-)
+from smelt.compression.base import Batch, MethodContext, UndecidedWidth, within
 from smelt.compression.budget import Budget
-from smelt.compression.calibration.gradients import gradient_bytes
 from smelt.compression.calibration.masks import apply_mask
-from smelt.compression.distillation.fine_tuning import check_logit_losses
 from smelt.compression.distillation.losses import Labels, LossTerm
+from smelt.compression.distillation.network_training import VALIDATION, LogitDistillation
 from smelt.compression.distillation.samples import Samples
 from smelt.compression.distillation.student import NetworkTeacher, Student
 from smelt.compression.distillation.teachers import DenseTeacher
-from smelt.compression.distillation.training_run import (
-    remember_dtypes,
-    restore_dtypes,
-    run_training,
-    share_of_batch,
-)
-from smelt.compression.pruning.base import checkpointed_selection
+from smelt.compression.distillation.training_run import remember_dtypes, restore_dtypes
 from smelt.compression.pruning.repair import cut
-from smelt.errors import BudgetError, DataError, ModelError, RecipeError
+from smelt.compression.pruning.selection import checkpointed_selection
+from smelt.errors import BudgetError, ModelError, RecipeError
 from smelt.measure.cost import block_parameters, unit_parameters
 from smelt.models.anatomy import Anatomy, Part
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
 from smelt.models.surgery import scale_units
 from smelt.models.token_pruning import refuse_token_pruning
-from smelt.train.trainer.config import (
-    CheckpointConfig,
-    EvaluateConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from smelt.train.trainer.config import OptimizerConfig, ScheduleConfig
 from smelt.train.trainer.tasks import TrainingTask
 
-VALIDATION = 0.05  # fraction of the samples, the last ones
 MAX_REMOVAL_ERROR = 1e-3  # of logits after surgery, relative to the largest logit
 GATE_TRAVEL = 20.0  # of a logit over a training in which it always goes the same way
 MAX_GATE_LR = 0.2
@@ -93,8 +68,8 @@ class Gates(nn.Module):
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class GatedPruning(Method):
+@dataclass(frozen=True, kw_only=True)
+class GatedPruning(LogitDistillation):
     """Train gates on the heads together with the weights, and remove the heads whose gates close."""
 
     budget: Budget | None = field(  # of heads or parameters that stay; null: the coefficient decides
@@ -104,19 +79,15 @@ class GatedPruning(Method):
     min_heads: int = 1  # heads (or KV groups) that every layer keeps; 0: a layer may lose all and add nothing
     head_multiple: int = 1  # keep heads (or KV groups) in multiples of this
     losses: tuple[LossTerm, ...] = (Labels(),)  # terms that are added up, beside the penalty
-    teacher: str | None = None  # source: the model before this step, for losses such as logits; null: none
     epochs: float = 20.0  # over the samples of the recipe's data
-    batch_size: int = 32  # samples per step
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-4))
     gate_training: float = 0.5  # fraction of the training after which gates are fixed and the weights train on; 1: none
     gate_lr: float | None = None  # learning rate of the gates; null: 20 over their steps, so that all can close in time
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(name="constant"))
-    precision: str = "off"  # or bf16: of forward and backward
     max_grad_norm: float | None = 0.5  # gradients of a larger norm are scaled down to it; null: never
     checkpoint_every: int = 500  # steps
 
     needs: ClassVar[tuple[str, ...]] = ("calibration data",)
-    trains: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if (self.budget is None) == (self.coefficient is None):
@@ -131,14 +102,10 @@ class GatedPruning(Method):
             raise RecipeError(f"coefficient of {self.name} must be above 0, not {self.coefficient!r}.")
         within(self.name, "min_heads", self.min_heads, 0, 4096)
         within(self.name, "head_multiple", self.head_multiple, 1, 1024)
-        within(self.name, "epochs", self.epochs, 1e-6, 1e6)
-        within(self.name, "batch_size", self.batch_size, 1, 1_000_000)
         within(self.name, "gate_training", self.gate_training, 0.01, 1.0)
         if self.gate_lr is not None:
             within(self.name, "gate_lr", self.gate_lr, 1e-8, 10.0)
-        within(self.name, "checkpoint_every", self.checkpoint_every, 1, 1_000_000_000)
-        one_of(self.name, "precision", self.precision, ("off", "bf16"))
-        check_logit_losses(self.name, self.losses, self.teacher)
+        super().__post_init__()
 
     @abstractmethod
     def make_gates(self, part: Part) -> Gates:
@@ -189,8 +156,7 @@ class GatedPruning(Method):
     def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:
         anatomy = model.anatomy
         self.check(anatomy)
-        if not context.batches or any("labels" not in batch for batch in context.batches):
-            raise DataError(f"{self.name} trains on labels, and the data has none; name labeled data.")
+        self.check_labels(context.batches)
         before, parts = block_parameters(anatomy), gated_parts(anatomy)
         dtypes, device = remember_dtypes(model.network), context.device or model.device
         teacher = None if self.teacher is None else DenseTeacher(copy.deepcopy(model.network).to(device))
@@ -198,7 +164,7 @@ class GatedPruning(Method):
         gates = [self.make_gates(part).to(device) for part in parts]
         samples = Samples.from_batches(context.batches, device, augment=False, seed=context.seed)
         with gated(parts, gates):
-            facts = self._train(model, gates, teacher, samples, context)
+            facts = self._train_gates(model, gates, teacher, samples, context)
             choice = checkpointed_selection(context, anatomy, "choice", lambda: self.choose(anatomy, gates))
             self.decide(anatomy, gates, choice)
             kept_units = {part.name: kept for part, kept in zip(anatomy.parts, choice, strict=True)}
@@ -311,25 +277,13 @@ class GatedPruning(Method):
         removed = math.ceil((1 - self.budget.keep) * sum(part.units for part in parts) - 1e-9)
         return -removed * min(unit_parameters(part) for part in parts)
 
-    def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
-        trained = 4 * sum(parameter.numel() for parameter in anatomy.network.parameters())
-        states = 2 if self.optimizer.name == "adamw" else 1
-        memory = trained * (2 + states + (self.teacher is not None))
-        memory += gradient_bytes(anatomy, self.batch_size, size.seq_len)
-        return ResourceEstimate(passes=self.epochs * (4 if self.teacher else 3), memory=memory)
-
-    def to_json(self) -> dict[str, Any]:
-        optimizer, schedule = dataclasses.asdict(self.optimizer), dataclasses.asdict(self.schedule)
-        losses = [term.to_json() for term in self.losses]
-        return {**super().to_json(), "losses": losses, "optimizer": optimizer, "schedule": schedule}
-
-    def _train(
+    def _train_gates(
         self, model: Model, gates: Sequence[Gates], teacher: NetworkTeacher | None, samples: Samples,
         context: MethodContext,
     ) -> dict[str, Any]:  # fmt: skip
         """Train weights and gates together; return facts about the training."""
         train, validation = samples.split(VALIDATION)
-        steps = max(math.ceil(self.epochs * len(train) / self.batch_size), 1)
+        steps = self.steps(len(train))
         costs, target = self._costs(gated_parts(model.anatomy)), self.target(model.anatomy)
         gate_steps = math.ceil(self.gate_training * steps)
         gate_lr = min(GATE_TRAVEL / gate_steps, MAX_GATE_LR) if self.gate_lr is None else self.gate_lr
@@ -348,23 +302,10 @@ class GatedPruning(Method):
             log_values=student.log_values, on_step=on_step,
             saves_model=False,
         )  # fmt: skip
-        folder = context.checkpoint.folder or context.folder or Path(tempfile.mkdtemp())
-        facts = run_training(
-            task, lambda: self._config(model, steps, context.seed, device), folder / "training", device,
-            name=self.name, select="last", progress=context.progress,
-        )  # fmt: skip
+        facts = self.train(task, model, context, device)
         model.network.eval()
         student.eval()
         return facts
-
-    def _config(self, model: Model, steps: int, seed: int, device: torch.device) -> TrainConfig:
-        return TrainConfig(
-            model=model.source or "model", batch_size=share_of_batch(self.name, self.batch_size), steps=steps,
-            seed=seed, precision=self.precision, max_grad_norm=self.max_grad_norm, optimizer=self.optimizer,
-            schedule=self.schedule, gradients="none", device=device.type,
-            evaluate=EvaluateConfig(every=self.checkpoint_every, samples=1_000_000),
-            checkpoint=CheckpointConfig(every=self.checkpoint_every),
-        )  # fmt: skip
 
     @torch.no_grad()
     def _remove(

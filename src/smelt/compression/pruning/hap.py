@@ -41,7 +41,8 @@ from smelt.compression.base import (
 from smelt.compression.budget import Budget
 from smelt.compression.calibration.gradients import gradient_bytes
 from smelt.compression.calibration.hessian import UnitTraces, hessian_traces
-from smelt.compression.pruning.base import FREE, Scores, StructuredPruning, search_true_cost
+from smelt.compression.pruning.base import FREE, Scores, StructuredPruning
+from smelt.compression.pruning.selection import search_true_cost
 from smelt.errors import ModelError, RecipeError
 from smelt.measure.cost import (
     Workload,
@@ -52,7 +53,8 @@ from smelt.measure.cost import (
     unit_costs,
     unit_parameters,
 )
-from smelt.models.anatomy import Anatomy, Part, anatomy_of
+from smelt.models.anatomy import Anatomy, Part
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.implants import implant_channels, implant_low_rank, unimplantable_reason
 from smelt.models.model import Model
 from smelt.models.surgery import expand_units, keep_units

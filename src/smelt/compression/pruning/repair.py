@@ -34,7 +34,8 @@ from smelt.compression.calibration.block_inputs import (
 from smelt.compression.calibration.least_squares import NormalEquations, unit_equations
 from smelt.compression.calibration.masks import apply_mask
 from smelt.errors import DataError
-from smelt.models.anatomy import Anatomy, Block, Part, anatomy_of
+from smelt.models.anatomy import Anatomy, Block, Part
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.families import Residual
 from smelt.models.model import Model
 from smelt.models.surgery import keep_units, scale_units, set_output

@@ -25,7 +25,8 @@ from smelt.config import renamed
 from smelt.errors import DataError, RecipeError
 from smelt.kernels.linear import ActivationQuant
 from smelt.measure.cost import block_parameters
-from smelt.models.anatomy import Anatomy, Block, anatomy_of
+from smelt.models.anatomy import Anatomy, Block
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.quantized_network import module_weight
 from smelt.numerics.format import Format, QuantizedTensor, QuantParams
 from smelt.numerics.gradient import straight_through

@@ -30,7 +30,8 @@ from smelt.measure.cost import (
     count_parameters,
 )
 from smelt.measure.memory import free_disk, free_memory, resident_bytes
-from smelt.models.anatomy import Anatomy, anatomy_of
+from smelt.models.anatomy import Anatomy
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.artifact import has_program
 from smelt.models.load import resolve, skeleton
 from smelt.models.model import Model

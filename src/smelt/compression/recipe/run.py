@@ -7,12 +7,9 @@ ends with the same bytes; the result appears in one step.
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import logging
-import shutil
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,9 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from smelt.compression.base import Method, MethodContext, SpeedGuard, WidthTimer
+from smelt.compression.base import MethodContext
 from smelt.compression.passport.issue import PassportBuilder
 from smelt.compression.passport.origin import describe_data
 from smelt.compression.recipe.batch import resolve_batch_size
@@ -40,7 +36,7 @@ from smelt.compression.recipe.inputs import (
 from smelt.compression.recipe.plan import CompressionPlan, plan
 from smelt.compression.recipe.quality_gate import check_gate, refuse, run_gate, step_costs
 from smelt.compression.recipe.ranks import Ranks
-from smelt.compression.recipe.recipe import Recipe, parse_bytes
+from smelt.compression.recipe.recipe import Recipe
 from smelt.compression.recipe.record import (
     DEFAULT_PROMPT,
     Before,
@@ -49,6 +45,7 @@ from smelt.compression.recipe.record import (
     measure_size,
     run_record,
 )
+from smelt.compression.recipe.step_run import StepRunner
 from smelt.compression.recipe.work_folder import WorkFolder
 from smelt.data import Batch
 from smelt.errors import (
@@ -61,20 +58,17 @@ from smelt.errors import (
     SmeltError,
 )
 from smelt.files import atomic_folder, json_text
-from smelt.fingerprint import hash_files, hash_folder
+from smelt.fingerprint import hash_files
 from smelt.measure.eval_result import EvalResult
 from smelt.measure.evaluate import Data, measure_quality
-from smelt.measure.memory import PeakMemory
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.finite import find_non_finite
 from smelt.models.image_processor import ImageProcessor
 from smelt.models.load import load, resolve, skeleton, source_files
 from smelt.models.model import Model
-from smelt.models.token_pruning import all_tokens
 from smelt.models.verify import verify
 from smelt.progress import NullProgress, RunProgress, progress_bars
 from smelt.report.page import write_report
-from smelt.serve.engine.layer_timing import LayerTimer
 from smelt.serve.engine.throughput import RequestWorkload, explain_slowdown, measure_throughput, parse_workload
 from smelt.version import __version__
 
@@ -300,12 +294,16 @@ class _Run:
         records = list(finished)
         if records:
             model = self.load_step(len(records) - 1)
+        runner = StepRunner(
+            self.recipe, self.work, self.passport, self.device, self.weights_device, self.workload, self.progress,
+            self.say,
+        )  # fmt: skip
         for position, step in list(enumerate(self.recipe.steps))[len(records) :]:
             phase = _step_phase(position, step.name, len(self.recipe.steps))
             self.progress.enter(phase)
             self.say(phase)
             with self.ranks.sharing(position) if step.trains else nullcontext():
-                records.append(self._apply(step, model, batches, f"step-{position}"))
+                records.append(runner.run(position, step, model, batches))
         self.model = model
         return records
 
@@ -314,86 +312,6 @@ class _Run:
         model = load_artifact(self.work.path / f"step-{position}", device=self.weights_device)
         model.source = self.source
         return model
-
-    def _apply(self, step: Method, model: Model, batches: list[Batch], name: str) -> dict[str, Any]:
-        context = MethodContext(
-            batches=batches,
-            seed=self.recipe.seed,
-            progress=self.progress,
-            checkpoint=self.checkpoint.inside(f"{name}-work"),
-            memory_limit=None if self.recipe.memory_limit is None else parse_bytes(self.recipe.memory_limit),
-            folder=self.work.path,
-            device=torch.device(self.device) if self.weights_device != self.device else None,
-            choices=self.passport.recorded_choices(name),
-            speed_guard=self._speed_guard(model),
-            width_timer=self._width_timer(step, model),
-        )
-        torch.manual_seed(self.recipe.seed)
-        untouched = _states(model)
-        start = time.perf_counter()
-        with PeakMemory() as memory, all_tokens(model.network):
-            facts = step.apply(model, context)
-        changed = _states(model) - untouched
-        self._check_finite(model, {name for name, *_ in changed}, step.name, name)
-        guarded = facts.pop("speed_guard", None)
-        decided = {"speed_guard": {key: guarded[key] for key in ("device", "workload", "layers")}} if guarded else {}
-        if measured := facts.pop("measured_alignment", None):
-            decided["measured_alignment"] = measured
-            self.say(f"alignment: widths in multiples of {measured['multiple']}, measured on {measured['device']}")
-        model.history.append(
-            {
-                **step.with_choices(context.choices.made).to_json(),
-                "seed": self.recipe.seed,
-                "calibration": fingerprint(batches),
-                **decided,
-            }
-        )
-        record = {
-            "name": step.name,
-            "seconds": time.perf_counter() - start,
-            "peak_bytes": max(memory.peak_bytes, memory.device_peak_bytes),
-            "changed": {
-                "tensors": len(changed),
-                "parameters_removed": facts.pop("parameters_removed", 0),
-            },
-            "layers": facts.pop("layers", {}),
-            "few_tokens": facts.pop("few_tokens", []),
-            "facts": facts,
-            "choices": context.choices.made,
-            **({"speed_guard": guarded} if guarded else {}),
-            **({"measured_alignment": measured} if measured else {}),
-        }
-        if guarded:
-            self.say(guarded["sentence"])
-        folder = self.work.path / name
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before the record of the step
-        with atomic_folder(folder) as temporary:
-            save_artifact(model, temporary)
-        self.checkpoint.save_facts(name, {"record": json.loads(json_text(record)), "files": hash_folder(folder)})
-        context.checkpoint.clear()
-        return record
-
-    def _speed_guard(self, model: Model) -> SpeedGuard | None:
-        if self.recipe.guard is None:
-            return None
-        timer = LayerTimer(model, self.workload, self.device)
-        return SpeedGuard(timer.time_ratio, timer.device_name, self.workload.name, self.recipe.guard.formats)
-
-    def _width_timer(self, step: Method, model: Model) -> WidthTimer | None:
-        if not step.times_layers:
-            return None
-        timer = LayerTimer(model, self.workload, self.device)
-        return WidthTimer(timer.mean_seconds, timer.device_name, self.workload.name)
-
-    def _check_finite(self, model: Model, changed: set[str], method: str, step: str) -> None:
-        """Raise if a step left NaN or infinity in a tensor that it changed."""
-        broken = find_non_finite((name, tensor) for name, tensor in _tensors(model) if name in changed)
-        if broken is not None:
-            self.checkpoint.inside(f"{step}-work").clear()  # resuming would only bring it back
-            raise ModelError(
-                f"step {int(step.removeprefix('step-')) + 1} ({method}) left NaN or infinity in {broken}; change its "
-                "settings or its data."
-            )
 
     def finish(
         self,
@@ -505,12 +423,3 @@ def _phases(estimate: CompressionPlan, timing: tuple[RequestWorkload, float] | N
 
 def _step_phase(position: int, method: str, steps: int) -> str:
     return f"step {position + 1} of {steps}: {method}"
-
-
-def _tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
-    return itertools.chain(model.network.named_parameters(), model.network.named_buffers())
-
-
-def _states(model: Model) -> set[tuple[str, int, int]]:
-    """Return each tensor's name, address and version: an entry missing from a later set was changed in between."""
-    return {(name, tensor.data_ptr(), tensor._version) for name, tensor in _tensors(model)}

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from smelt.compression.base import Method, UndecidedWidth
 from smelt.compression.recipe.recipe import Recipe
 from smelt.errors import RecipeError, SmeltError
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 
 
 def check_steps(network: PreTrainedModel, recipe: Recipe) -> None:

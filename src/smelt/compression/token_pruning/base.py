@@ -8,76 +8,53 @@ from __future__ import annotations
 
 import copy
 import math
-import tempfile
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from smelt.compression.base import (
-    Batch,
-    CalibrationSize,
-    Method,
-    MethodContext,
-    ResourceEstimate,
-    UndecidedWidth,
-)
+from smelt.compression.base import Batch, MethodContext, UndecidedWidth
 from smelt.compression.budget import Budget
-from smelt.compression.distillation.fine_tuning import (
-    VALIDATION,
-    check_fine_tuning,
-    check_logit_losses,
-    fine_tune,
-    fine_tuning_memory,
-    fine_tuning_to_json,
-)
-from smelt.compression.distillation.losses import Labels, LossTerm
+from smelt.compression.distillation.losses import LossTerm
+from smelt.compression.distillation.network_training import VALIDATION, LogitDistillation
 from smelt.compression.distillation.samples import Samples
 from smelt.compression.distillation.student import NetworkTeacher, Student
 from smelt.compression.distillation.teachers import DenseTeacher
 from smelt.compression.distillation.training_run import remember_dtypes, restore_dtypes
-from smelt.errors import BudgetError, DataError, ModelError, RecipeError
+from smelt.errors import BudgetError, ModelError, RecipeError
 from smelt.measure.token_cost import count_tokens, text_lengths, token_macs
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
 from smelt.models.token_pruning import TokenPruningEncoder, check_token_pruning, install_token_pruning
 from smelt.models.token_rules import ThresholdRule, TokenRule
-from smelt.train.trainer.config import OptimizerConfig, ScheduleConfig
+from smelt.train.trainer.config import OptimizerConfig
 
 COUNTED_SEQUENCES = 512  # of the training data, on which MACs are counted
 
 
-@dataclass(frozen=True)
-class TokenPruning(Method):
+@dataclass(frozen=True, kw_only=True)
+class TokenPruning(LogitDistillation):
     """Let sequences get shorter from layer to layer, and train the weights with the tokens that are left."""
 
     budget: Budget = field(metadata={"example": "budget: {macs: 0.5}"})
-    losses: tuple[LossTerm, ...] = (Labels(),)  # terms that are added up
-    teacher: str | None = None  # source: the model before this step, for losses such as logits; null: none
     epochs: float = 5.0  # with tokens dropped, over the samples of the recipe's data; 0: no training
     batch_size: int = 64  # samples per step
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-5))
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    precision: str = "off"  # or bf16: of forward and backward
-    max_grad_norm: float | None = 1.0  # gradients of a larger norm are scaled down to it; null: never
-    checkpoint_every: int = 500  # steps; each checkpoint is evaluated on samples that are held out
     select: str = "best"  # checkpoint, by the accuracy or loss on those samples; or last
 
     needs: ClassVar[tuple[str, ...]] = ("calibration data", "labels")
-    trains: ClassVar[bool] = True
+    min_epochs: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
         if self.budget.measure != "macs":
             raise RecipeError(f"{self.name} removes tokens and no weights; give a budget of macs, such as macs=0.5.")
         if self.budget.keep == 1:
             raise RecipeError(f"{self.name} would drop nothing with macs=1; give a fraction below 1.")
-        check_fine_tuning(self)
-        check_logit_losses(self.name, self.losses, self.teacher)
+        super().__post_init__()
 
     @abstractmethod
     def find_rule(self, run: TokenPruningRun) -> tuple[TokenRule, dict[str, Any]]:
@@ -106,25 +83,12 @@ class TokenPruning(Method):
     def keeps_plain_shape(self) -> bool:
         return False
 
-    @property
-    def training_epochs(self) -> float:
-        """The epochs of all training, for the plan."""
-        return self.epochs
-
     def targets(self) -> dict[str, float]:
         return self.budget.to_json()
 
-    def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
-        memory = fine_tuning_memory(self, anatomy, size.seq_len, teacher=self.teacher is not None)
-        return ResourceEstimate(passes=self.training_epochs * (4 if self.teacher else 3), memory=memory)
-
-    def to_json(self) -> dict[str, Any]:
-        return {**super().to_json(), **fine_tuning_to_json(self)}
-
     def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:
         self.check(model.anatomy)
-        if not context.batches or any("labels" not in batch for batch in context.batches):
-            raise DataError(f"{self.name} trains on labels, and the data has none; name labeled data.")
+        self.check_labels(context.batches)
         dtypes = remember_dtypes(model.network)
         run = TokenPruningRun(self, model, context)
         run.check_reachable()
@@ -144,7 +108,6 @@ class TokenPruningRun:
     def __init__(self, method: TokenPruning, model: Model, context: MethodContext) -> None:
         self.method, self.model, self.context = method, model, context
         self.device = context.device or model.device
-        self.folder = context.checkpoint.folder or context.folder or Path(tempfile.mkdtemp())
         self.layers = len(model.anatomy.blocks)
         self.teacher = None if method.teacher is None else DenseTeacher(copy.deepcopy(model.network).to(self.device))
         model.network.float().to(self.device)
@@ -179,9 +142,9 @@ class TokenPruningRun:
         """Train the weights, and the thresholds if they are soft; return facts about the training."""
         student = TokenPruningStudent(self.model.network, self.method.losses, self.teacher, self.encoder)
         student.regularization = regularization
-        return fine_tune(
-            self.method, self.model, student, (self.samples, self.validation), self.context, self.folder, self.device,
-            stage=name, epochs=epochs, select=select,
+        return self.method.fine_tune(
+            student, (self.samples, self.validation), self.model, self.context, self.device, stage=name, epochs=epochs,
+            select=select,
         )  # fmt: skip
 
     def describe_tokens(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from smelt.errors import ModelError
-from smelt.models.anatomy import anatomy_of
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.runtime.integer.decoders import POSITIONS, past_names, present_names
 from smelt.runtime.integer.graph import IntegerGraph
 from smelt.runtime.integer.network import IntegerNetwork

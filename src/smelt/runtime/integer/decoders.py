@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from smelt.errors import ConversionError
-from smelt.models.anatomy import Block, Part, anatomy_of
+from smelt.models.anatomy import Block, Part
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.runtime.integer.builder import SCORE_SCALE, GraphBuilder, QTensor
 from smelt.runtime.integer.conversion import (
     DECODERS,

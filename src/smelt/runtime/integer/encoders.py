@@ -16,7 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from smelt.errors import ConversionError
-from smelt.models.anatomy import Block, Part, anatomy_of
+from smelt.models.anatomy import Block, Part
+from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.families import family_of
 from smelt.models.implants import refuse_implants
 from smelt.models.token_pruning import refuse_token_pruning
