@@ -4,8 +4,8 @@
 is the squared error of the block's output plus `regularization * sum(1 - |2 h - 1|^b)`, which pushes every h to 0 or 1
 while b falls from 20 to 2; then h is rounded. Scales are searched and fixed, those of activations learned.
 
-Batch norms stay: with one scale per output channel, folding them into the weights would give the same codes. The layers
-outside of the blocks, the first convolution and the classifier, stay in float, where the papers have 8 bits.
+Batch norms are first folded into the convolutions before them, so that nothing scales what a quantized weight computes.
+The layers outside of the blocks, the first convolution and the classifier, stay in float, where the papers have 8 bits.
 
 With Fisher weighting, each squared error of the block's output is multiplied by the squared gradient of the
 KL divergence between the quantized and the original prediction (`output_gradients.py`). Gradients are taken where a
@@ -24,16 +24,18 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from smelt.compression.base import METHODS, CalibrationSize, ResourceEstimate, one_of, within
+from smelt.compression.base import METHODS, CalibrationSize, MethodContext, ResourceEstimate, one_of, within
 from smelt.compression.calibration.gradients import gradient_bytes
 from smelt.compression.quantization.base import BlockWork, Quantization
 from smelt.compression.quantization.layers import LinearLayer
 from smelt.compression.quantization.learned import COPIES, FakeQuantized, Quantizer
 from smelt.compression.quantization.output_gradients import FisherWeights, check_predicts_classes
 from smelt.compression.quantization.rounding import ERROR_POWER, RANGE_STEPS, search_qparams
-from smelt.errors import DataError, RecipeError
+from smelt.errors import DataError, ModelError, RecipeError
 from smelt.measure.cost import block_parameters
 from smelt.models.anatomy import Anatomy
+from smelt.models.batch_norm import batch_norms, fold_batch_norms
+from smelt.models.model import Model
 from smelt.models.quantization_scheme import QuantizationScheme
 from smelt.models.quantized import QuantizedLinear
 from smelt.numerics.catalog import format_name, get_format
@@ -71,6 +73,7 @@ class Brecq(Quantization):
     activation_iterations: int = 5000  # updates of the activation scales per block, without qdrop
     activation_lr: float | None = None  # with cosine decay to 0; null: 4e-4, with qdrop 4e-5
     qdrop: float | None = None  # probability of dropping the quantization of an activation (QDrop: 0.5); null: BRECQ
+    fold_batch_norms: bool = True  # into the convolutions before them; false: they stay, in float
     weighting: Literal["none", "fisher"] = "none"  # of errors; fisher: the paper's, at more passes of all later blocks
 
     teacher: ClassVar[bool] = True
@@ -126,6 +129,19 @@ class Brecq(Quantization):
         super().check(anatomy)
         if self.weighting == "fisher":
             check_predicts_classes(anatomy)
+
+    def prepare(self, model: Model, context: MethodContext) -> int:
+        """Fold the batch norms; return how many."""
+        if not self.fold_batch_norms or not batch_norms(model.network):
+            return 0
+        inputs = {name: x.to(model.device) for name, x in context.batches[0].items() if name != "labels"}
+        try:
+            return len(fold_batch_norms(model.network, inputs))
+        except ModelError as error:
+            raise ModelError(f"{error} Use `fold_batch_norms: false` to keep them all.") from error
+
+    def report(self, prepared: int, network: nn.Module) -> dict[str, Any]:
+        return {"batch_norms_folded": prepared} if prepared else {}
 
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         """Count each store of hidden states (inputs, targets, gradients), and the training of one block.
