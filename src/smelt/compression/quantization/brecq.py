@@ -4,7 +4,8 @@
 is the squared error of the block's output plus `regularization * sum(1 - |2 h - 1|^b)`, which pushes every h to 0 or 1
 while b falls from 20 to 2; then h is rounded. Scales are searched and fixed, those of activations learned.
 
-Batch norms are first folded into the convolutions before them, so that nothing scales what a quantized weight computes.
+Batch norms are first folded into the convolutions before them, so that nothing scales what a quantized weight computes;
+with one scale per output channel, the first codes are the same but for the rounding of scales and ties.
 The layers outside of the blocks, the first convolution and the classifier, stay in float, where the papers have 8 bits.
 
 With Fisher weighting, each squared error of the block's output is multiplied by the squared gradient of the
