@@ -284,8 +284,9 @@ def text(rows: list[Row], options: argparse.Namespace) -> str:
         f"images. Generator: {generator.get('parameters', 0):,} parameters, {generator.get('steps', 0):,} steps in "
         f"{generator.get('seconds', 0):.0f} s, loss {generator.get('loss', 0):.4f}, {options.sampling_steps} sampling "
         f"steps. {options.images:,} calibration images in batches of {BATCH_SIZE}; {options.iterations:,} updates per "
-        f"block at 2 bits, half as many at 4 and for the activations of BRECQ. First convolution, classifier and batch "
-        f"norms stay in float. Losses are squared errors of the last block's output.{cut}\n\n" + table(headings, cells)
+        f"block at 2 bits, half as many at 4 and for the activations of BRECQ. First convolution and classifier stay "
+        f"in float, batch norms are folded. Losses are squared errors of the last block's output.{cut}\n\n"
+        + table(headings, cells)
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from smelt.models.batch_norm import folded_norms
 from smelt.models.load import load
 from smelt.models.quantized import quantized_layers
 from smelt.train.trainer.run_folder import RunFolder
@@ -67,7 +69,15 @@ def test_generated_images_calibrate_a_network_on_the_command_line(
     place: Path, tmp_path: Path, smelt_here: Smelt
 ) -> None:
     source = f"generated:{place / 'run' / 'model'}?classes=mixup&steps=4"
-    step = {"method": "brecq", "bits": 4, "input_activations": "int8", "iterations": 6, "lr": 0.03, "qdrop": 0.5}
+    step = {
+        "method": "brecq",
+        "bits": 4,
+        "input_activations": "int8",
+        "iterations": 6,
+        "lr": 0.03,
+        "qdrop": 0.5,
+        "weighting": "fisher",
+    }
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({"data": {"source": source, "samples": 12, "batch_size": 4},
                                       "evaluate": {"source": str(place / "images")}, "steps": [step]}))  # fmt: skip
@@ -77,9 +87,13 @@ def test_generated_images_calibrate_a_network_on_the_command_line(
     assert all(layer.scheme.static for layer in quantized_layers(model.network).values())
     recorded = json.loads((tmp_path / "out" / "smelt.json").read_text())
     assert source in json.dumps(recorded)
+    assert recorded["folded_norms"] == folded_norms(model.network) != {}
     with torch.no_grad():
         assert model.network(torch.randn(2, 1, 16, 16)).logits.shape == (2, 2)
     assert smelt_here("inspect", str(tmp_path / "out")).code == 0
+    shutil.copytree(tmp_path / "out", tmp_path / "same")
+    compared = smelt_here("compare", str(tmp_path / "out"), str(tmp_path / "same"), "-o", str(tmp_path / "page.html"))
+    assert compared.code == 0, compared.err
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from smelt.errors import ModelError
-from smelt.models.batch_norm import batch_norms, fold_batch_norms
+from smelt.models.batch_norm import batch_norms, fold_batch_norms, folded_norms, restore_folded_norms
 from smelt.models.inputs import random_inputs
 from tests.models.test_quartznet import quartznet
 
@@ -33,9 +34,53 @@ def test_folding_is_exact(build: type) -> None:
     network = build()
     folded, inputs = copy.deepcopy(network), random_inputs(network)
     pairs = fold_batch_norms(folded, inputs)
-    assert pairs.keys() == batch_norms(network).keys() and not batch_norms(folded)
+    assert pairs.keys() == batch_norms(network).keys() and not batch_norms(folded) and folded_norms(folded) == pairs
     other = {name: torch.randn_like(tensor) for name, tensor in inputs.items()}
     torch.testing.assert_close(folded(**other)[0], network(**other)[0], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_folding_in_half_precision_allows_for_its_rounding(dtype: torch.dtype) -> None:
+    network = resnet().to(dtype)
+    folded, inputs = copy.deepcopy(network), {"pixel_values": random_inputs(network)["pixel_values"].to(dtype)}
+    fold_batch_norms(folded, inputs)
+    change = (folded(**inputs)[0] - network(**inputs)[0]).abs().max() / network(**inputs)[0].abs().max()
+    assert change > 1e-4  # more than float32 is allowed
+
+
+@torch.no_grad()
+def test_a_new_network_gets_the_structure_of_a_folded_one() -> None:
+    folded, inputs = resnet(), random_inputs(resnet())
+    pairs = fold_batch_norms(folded, inputs)
+    with torch.device("meta"):
+        restored = ResNetForImageClassification(folded.config).eval()
+    restore_folded_norms(restored, folded_norms(folded), "the test")
+    assert folded_norms(restored) == pairs and all(tensor.is_meta for tensor in restored.state_dict().values())
+    restored.load_state_dict(folded.state_dict(), assign=True)
+    assert torch.equal(restored(**inputs)[0], folded(**inputs)[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda pairs, norm, layer, wide: list(pairs), "do not fit the layers"),
+        (lambda pairs, norm, layer, wide: {**pairs, norm: 3}, "do not fit the layers"),
+        (lambda pairs, norm, layer, wide: {**pairs, norm: "resnet.nothing"}, "do not fit the layers"),
+        (lambda pairs, norm, layer, wide: {**pairs, layer: layer}, "do not fit the layers"),
+        (lambda pairs, norm, layer, wide: {**pairs, norm: norm}, "do not fit the layers"),
+        (lambda pairs, norm, layer, wide: {**pairs, norm: wide}, "do not fit the layers"),
+        (lambda pairs, norm, layer, wide: {**pairs, list(pairs)[3]: layer}, "two batch norms into one layer"),
+    ],
+)
+def test_damaged_entries_of_folded_norms_are_refused(change: Any, words: str) -> None:
+    network = resnet()
+    pairs = fold_batch_norms(copy.deepcopy(network), random_inputs(network))
+    (norm, layer), wide = next(iter(pairs.items())), next(reversed(pairs.values()))
+    before = dict(network.named_modules()).keys()
+    with pytest.raises(ModelError, match=f"^the file: .*{words}"):
+        restore_folded_norms(network, change(pairs, norm, layer, wide), "the file")
+    assert dict(network.named_modules()).keys() == before and not folded_norms(network)
 
 
 def test_a_convolution_that_something_else_reads_is_refused() -> None:

@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from smelt.errors import ModelError
 from smelt.models.anatomy import Anatomy, Block, Mixture, Part, Projection, backbone_of
+from smelt.models.batch_norm import FoldedNorm
 from smelt.models.carved_feed_forward import CarvedFeedForward
 from smelt.models.experts import SeparateExperts
 from smelt.models.families import (
@@ -321,7 +322,7 @@ def _channel_part(paths: ChannelPaths, index: int, path: str, block: nn.Module) 
         output=output,
         columns_per_unit=1,
         owner=owner,
-        norm=block.get_submodule(paths.norm),
+        norm=None if isinstance(norm := block.get_submodule(paths.norm), FoldedNorm) else norm,
         implant=projection.module if isinstance(projection.module, ImplantedConv2d) else None,
         fixed=_IMPLANT if isinstance(owner, ImplantedConv2d) or isinstance(output.module, ImplantedConv2d) else None,
     )

@@ -22,6 +22,7 @@ from smelt.files import json_text
 from smelt.models.anatomy import Anatomy, Part
 from smelt.models.anatomy_builder import anatomy_of
 from smelt.models.attention_reuse import restore_attention_reuse, reused_maps
+from smelt.models.batch_norm import folded_norms, restore_folded_norms
 from smelt.models.carved_experts import describe_carving, restore_carving
 from smelt.models.config import EXPERT_COUNTS, config_from, read_generation_config
 from smelt.models.expert_surgery import checked_experts, restore_experts
@@ -75,6 +76,7 @@ def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = No
         **({"experts": experts} if (experts := anatomy.expert_shape()) else {}),
         **({"attention_reuse": reused} if (reused := reused_maps(anatomy)) else {}),
         **({"implants": implants} if (implants := implants_of(anatomy)) else {}),
+        **({"folded_norms": folded} if (folded := folded_norms(network)) else {}),
         **({"carved_experts": carved} if (carved := describe_carving(network)) else {}),
         **({"program": network.program} if isinstance(network, ProgramNetwork) else {}),
         **({"quantized": {path: layer.scheme.to_json() for path, layer in packed.items()}} if packed else {}),
@@ -184,6 +186,8 @@ def shaped_network(folder: Path, content: dict[str, Any] | None = None, device: 
         restore_attention_reuse(anatomy_of(network), content["attention_reuse"], str(folder))
     if "implants" in content:
         restore_implants(anatomy_of(network), content["implants"], str(folder))
+    if "folded_norms" in content:
+        restore_folded_norms(network, content["folded_norms"], str(folder))
     prepare_quantized_layers(network, content.get("quantized", {}), str(folder))
     tie_layers(network, _tied(content, network, folder))
     if "token_pruning" in content:

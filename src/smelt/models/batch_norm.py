@@ -1,6 +1,12 @@
-"""Batch norm in inference is an affine function of each channel: fold it into the layer before it."""
+"""Batch norm in inference is an affine function of each channel: fold it into the layer before it.
+
+A folded norm leaves a `FoldedNorm` in its place, so that an artifact can say which ones are gone and which layers got
+their biases.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +21,15 @@ Batch = dict[str, Tensor]
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 _FOLDABLE = (nn.Conv1d, nn.Conv2d, nn.Linear)
 _MAX_RELATIVE_CHANGE = 1e-4  # of the outputs; float32 gives 1e-6
+_MAX_ROUNDING_ERRORS = 16  # in half precision, whose weights are rounded again: the change in units of the last place
+
+
+class FoldedNorm(nn.Identity):
+    """Stands where a batch norm was before it was folded into the layer at this path."""
+
+    def __init__(self, layer: str) -> None:
+        super().__init__()
+        self.layer = layer
 
 
 def batch_norms(network: nn.Module) -> dict[str, nn.Module]:
@@ -31,7 +46,7 @@ def fold_batch_norms(network: PreTrainedModel, inputs: Batch) -> dict[str, str]:
     """Fold every batch norm that directly follows a convolution or linear layer into it, in place.
 
     Which follows which is found by running `inputs`. Return the paths of the layers by those of the folded norms, which
-    become identities: `w' = w * gamma / sqrt(var + eps)`, `b' = (b - mean) * gamma / sqrt(var + eps) + beta`.
+    become `FoldedNorm`: `w' = w * gamma / sqrt(var + eps)`, `b' = (b - mean) * gamma / sqrt(var + eps) + beta`.
     """
     network.eval()
     before, pairs = _run_and_pair(network, inputs)
@@ -39,15 +54,44 @@ def fold_batch_norms(network: PreTrainedModel, inputs: Batch) -> dict[str, str]:
         raise ModelError("the network computes NaN or infinity; check its weights and its inputs.")
     for norm_path, layer_path in pairs.items():
         _fold(network.get_submodule(layer_path), network.get_submodule(norm_path))
-        replace_module(network, norm_path, nn.Identity())
+        replace_module(network, norm_path, FoldedNorm(layer_path))
     after: Tensor = network(**inputs)[0]
     change = (after - before).abs().max() / before.abs().max().clamp(min=1e-12)
-    if not change <= _MAX_RELATIVE_CHANGE:
+    if not change <= max(_MAX_RELATIVE_CHANGE, _MAX_ROUNDING_ERRORS * torch.finfo(after.dtype).eps):
         raise ModelError(
             f"folding the batch norms changed the outputs by {change:.1e}: something else reads the outputs of a "
             f"convolution before its batch norm, such as {next(iter(pairs.values()), 'none')}."
         )
     return pairs
+
+
+def folded_norms(network: nn.Module) -> dict[str, str]:
+    """Return the paths of the layers by those of the batch norms that were folded into them."""
+    return {path: module.layer for path, module in network.named_modules() if isinstance(module, FoldedNorm)}
+
+
+def restore_folded_norms(network: nn.Module, entries: Any, where: str) -> None:
+    """Remove the batch norms of a freshly built network that were folded, and give their layers biases.
+
+    `entries`, as from `folded_norms`, come from a file and are checked first.
+    """
+    modules = dict(network.named_modules())
+    if not isinstance(entries, dict) or not all(
+        isinstance(layer, str) and _fits(modules.get(norm), modules.get(layer)) for norm, layer in entries.items()
+    ):
+        raise ModelError(f"{where}: the folded batch norms in smelt.json do not fit the layers of this network.")
+    if len(set(entries.values())) != len(entries):
+        raise ModelError(f"{where}: smelt.json folds two batch norms into one layer.")
+    for norm_path, layer_path in entries.items():
+        layer: Any = modules[layer_path]
+        if layer.bias is None:
+            layer.bias = nn.Parameter(layer.weight.new_empty(len(layer.weight)), requires_grad=False)
+        replace_module(network, norm_path, FoldedNorm(layer_path))
+
+
+def _fits(norm: nn.Module | None, layer: nn.Module | None) -> bool:
+    fits = isinstance(norm, BATCH_NORMS) and isinstance(layer, _FOLDABLE)
+    return fits and norm.num_features == len(layer.weight)  # type: ignore[union-attr, arg-type]
 
 
 def _run_and_pair(network: PreTrainedModel, inputs: Batch) -> tuple[Tensor, dict[str, str]]:

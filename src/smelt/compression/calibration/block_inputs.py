@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from smelt.errors import DataError, ModelError
 from smelt.files import explain_disk_errors
@@ -96,9 +97,12 @@ class _BlockCall:
 class BlockInputs:
     """The hidden states that enter the current block, for all batches, and the other arguments of each block."""
 
-    def __init__(self, hidden: ActivationStore, calls: list[list[_BlockCall]], masks: list[Tensor | None]) -> None:
+    def __init__(
+        self, hidden: ActivationStore, calls: list[list[_BlockCall]], masks: list[Tensor | None], tuple_size: int = 0
+    ) -> None:
         self.hidden = hidden
         self.masks = masks  # of unpadded tokens, one per batch: [batch, tokens]; None: no padding
+        self.tuple_size = tuple_size  # of what a block returns, whose first value is the hidden states; 0: only these
         self._calls = calls
 
     def __len__(self) -> int:
@@ -127,7 +131,7 @@ class BlockInputs:
         hidden = ActivationStore(limit, folder)
         for batch in range(len(self)):
             hidden[batch] = self.hidden[batch]
-        return BlockInputs(hidden, self._calls, self.masks)
+        return BlockInputs(hidden, self._calls, self.masks, self.tuple_size)
 
 
 class ReplayedInputs(BlockInputs):
@@ -195,7 +199,7 @@ def capture_block_inputs(
         calls.append(batch_calls)
         mask = move_to(inputs.get("attention_mask"), device or network_device)
         masks.append(None if mask is None or bool(mask.all()) else mask.bool())
-    return BlockInputs(hidden, calls, masks)
+    return BlockInputs(hidden, calls, masks, tuple_size)
 
 
 def _record(anatomy: Anatomy, inputs: Batch, tuple_size: int) -> tuple[Tensor, list[_BlockCall]]:
@@ -212,20 +216,29 @@ def _record(anatomy: Anatomy, inputs: Batch, tuple_size: int) -> tuple[Tensor, l
         calls.append(_BlockCall(args, kwargs))
         if not sequential or len(calls) == len(anatomy.blocks):
             raise StopForward
-        return (hidden_states, *(None,) * (tuple_size - 1)) if tuple_size else hidden_states
+        return block_output(hidden_states, tuple_size)
 
-    with _replaced_forward([block.module for block in anatomy.blocks], record_call), suppress(StopForward):
+    with replaced_forward([block.module for block in anatomy.blocks], record_call), suppress(StopForward):
         run_backbone(anatomy, inputs)
     return first_inputs[0], calls
 
 
+def block_output(hidden: Tensor, tuple_size: int) -> Any:
+    """Return hidden states as a block of the network would: alone, or as the first of a tuple of this size."""
+    return (hidden, *(None,) * (tuple_size - 1)) if tuple_size else hidden
+
+
 def run_backbone(anatomy: Anatomy, inputs: Batch) -> None:
     """Run the network without its head."""
-    network = anatomy.network
+    anatomy.network.base_model(**forward_arguments(anatomy.network, inputs))
+
+
+def forward_arguments(network: PreTrainedModel, inputs: Batch) -> dict[str, Any]:
+    """Return the arguments that run a network on a batch once: without labels and without a KV cache."""
     device = next(network.parameters()).device
     batch = complete_inputs(network, {name: tensor for name, tensor in inputs.items() if name != "labels"})
     options = {} if getattr(network.config.get_text_config(), "use_cache", None) is None else {"use_cache": False}
-    network.base_model(**{name: tensor.to(device) for name, tensor in batch.items()}, **options)
+    return {**{name: tensor.to(device) for name, tensor in batch.items()}, **options}
 
 
 def _inspect_calls(anatomy: Anatomy, batch: Batch) -> tuple[bool, int]:
@@ -264,7 +277,8 @@ def _replayed_inputs(anatomy: Anatomy, batches: Sequence[Batch], device: torch.d
 
 
 @contextmanager
-def _replaced_forward(modules: Sequence[nn.Module], forward: Any) -> Iterator[None]:
+def replaced_forward(modules: Sequence[nn.Module], forward: Any) -> Iterator[None]:
+    """Call `forward` wherever one of the modules is called inside the context."""
     for module in modules:
         module.forward = forward
     try:

@@ -29,7 +29,8 @@ BATCHES_PER_CHECKPOINT = 8
 def mask_gradients(anatomy: Anatomy, batch: Batch, *, checkpointing: bool = False) -> Tensor:
     """Return the gradient of the mini-batch's mean loss at all-ones masks, parts concatenated: [units]."""
     masks = unit_masks(anatomy, requires_grad=True)
-    with frozen(anatomy.network), masked(anatomy, masks), _checkpointed(anatomy, checkpointing):
+    modules = [block.module for block in anatomy.blocks] if checkpointing else []
+    with frozen(anatomy.network), masked(anatomy, masks), checkpointed(modules):
         loss = batch_loss(anatomy.network, batch)
         gradients = torch.autograd.grad(loss, masks, allow_unused=True)
     return torch.cat(
@@ -87,9 +88,8 @@ def frozen(network: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _checkpointed(anatomy: Anatomy, enabled: bool) -> Iterator[None]:
-    """Make every block save only its input for the backward pass."""
-    modules: Sequence[nn.Module] = [block.module for block in anatomy.blocks] if enabled else []
+def checkpointed(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Make every module, such as a block, save only its input for the backward pass."""
     for module in modules:
         module.forward = _with_checkpointing(module.forward)  # an instance attribute that shadows the method
     try:

@@ -146,12 +146,13 @@ class Quantization(Method):
             raise DataError(f"{self.name} needs calibration data, and there is none.")
         torch.manual_seed(context.seed)
         _check_weights(model.anatomy)
+        bytes_before = count_bytes(model.network)
         prepared = self.prepare(model, context)
         groups = [group for block in model.anatomy.blocks for group in layer_groups(block)]
         schemes = [(group, self.group_scheme(group, prepared)) for group in groups]
         guarded = apply_speed_guard(schemes, context)
         guard_facts = {} if guarded is None else {"speed_guard": guarded.facts(schemes)}
-        run = _Run(self, model, context, prepared, final_schemes(schemes, guarded), guarded)
+        run = _Run(self, model, context, prepared, final_schemes(schemes, guarded), guarded, bytes_before)
         for block in context.progress.track(model.anatomy.blocks, self.name):
             run.block(block)
         if self.embedding_scheme is not None:
@@ -258,11 +259,11 @@ class _Run:
 
     def __init__(
         self, method: Quantization, model: Model, context: MethodContext, prepared: Any,
-        schemes: Mapping[str, QuantizationScheme], guarded: SpeedGuardResult | None,
+        schemes: Mapping[str, QuantizationScheme], guarded: SpeedGuardResult | None, bytes_before: int,
     ) -> None:  # fmt: skip
         self.method, self.network, self.context, self.prepared = method, model.network, context, prepared
         self.schemes, self.guarded = schemes, guarded
-        self.before = count_bytes(self.network)
+        self.before = bytes_before
         self.layers: dict[str, dict[str, Any]] = {}
         self.last_index = len(model.anatomy.blocks) - 1
         self.block_inputs: BlockInputs | None = None

@@ -4,9 +4,14 @@
 is the squared error of the block's output plus `regularization * sum(1 - |2 h - 1|^b)`, which pushes every h to 0 or 1
 while b falls from 20 to 2; then h is rounded. Scales are searched and fixed, those of activations learned.
 
-Batch norms stay: with one scale per output channel, folding them into the weights would give the same codes. The layers
-outside of the blocks, the first convolution and the classifier, stay in float, where the papers have 8 bits. BRECQ
-weights the error by the squared gradients of the loss; here, as in QDrop, all errors count alike.
+Batch norms are first folded into the convolutions before them, so that nothing scales what a quantized weight computes;
+with one scale per output channel, the first codes are the same but for the rounding of scales and ties.
+The layers outside of the blocks, the first convolution and the classifier, stay in float, where the papers have 8 bits.
+
+With Fisher weighting, each squared error of the block's output is multiplied by the squared gradient of the
+KL divergence between the quantized and the original prediction (`output_gradients.py`). Gradients are taken where a
+phase starts: at the block rounded to nearest, then at the block of learned weights with quantized activations. Weights
+have a mean of 1, so that `regularization` keeps its meaning.
 """
 
 from __future__ import annotations
@@ -15,19 +20,23 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from smelt.compression.base import METHODS, CalibrationSize, ResourceEstimate, within
+from smelt.compression.base import METHODS, CalibrationSize, MethodContext, ResourceEstimate, one_of, within
+from smelt.compression.calibration.gradients import gradient_bytes
 from smelt.compression.quantization.base import BlockWork, Quantization
 from smelt.compression.quantization.layers import LinearLayer
 from smelt.compression.quantization.learned import COPIES, FakeQuantized, Quantizer
+from smelt.compression.quantization.output_gradients import FisherWeights, check_predicts_classes
 from smelt.compression.quantization.rounding import ERROR_POWER, RANGE_STEPS, search_qparams
-from smelt.errors import DataError, RecipeError
+from smelt.errors import DataError, ModelError, RecipeError
 from smelt.measure.cost import block_parameters
 from smelt.models.anatomy import Anatomy
+from smelt.models.batch_norm import batch_norms, fold_batch_norms
+from smelt.models.model import Model
 from smelt.models.quantization_scheme import QuantizationScheme
 from smelt.models.quantized import QuantizedLinear
 from smelt.numerics.catalog import format_name, get_format
@@ -38,6 +47,7 @@ from smelt.numerics.integer import Integer
 STRETCH = 1.2  # of the sigmoid around 1/2, so that h reaches 0 and 1
 FIRST_POWER, LAST_POWER = 20.0, 2.0  # b of the regularizer
 WARMUP = 0.2  # share of the updates without the regularizer
+_GRADIENT_PASSES = 5  # of each later block and batch, for Fisher weighting
 _SCALE_SAMPLES = 2**16  # values of each layer's input from which its first scale is searched
 
 
@@ -64,6 +74,8 @@ class Brecq(Quantization):
     activation_iterations: int = 5000  # updates of the activation scales per block, without qdrop
     activation_lr: float | None = None  # with cosine decay to 0; null: 4e-4, with qdrop 4e-5
     qdrop: float | None = None  # probability of dropping the quantization of an activation (QDrop: 0.5); null: BRECQ
+    fold_batch_norms: bool = True  # into the convolutions before them; false: they stay, in float
+    weighting: Literal["none", "fisher"] = "none"  # of errors; fisher: the paper's, at more passes of all later blocks
 
     teacher: ClassVar[bool] = True
     any_format: ClassVar[bool] = False
@@ -71,6 +83,7 @@ class Brecq(Quantization):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        one_of(self.name, "weighting", self.weighting, ("none", "fisher"))
         within(self.name, "iterations", self.iterations, 0, 10_000_000)
         within(self.name, "activation_iterations", self.activation_iterations, 0, 10_000_000)
         within(self.name, "lr", self.lr, 1e-8, 10.0)
@@ -113,14 +126,42 @@ class Brecq(Quantization):
     def needs_float_inputs(self) -> bool:
         return self.qdrop is None and self.input_activations is not None
 
+    def check(self, anatomy: Anatomy) -> None:
+        super().check(anatomy)
+        if self.weighting == "fisher":
+            check_predicts_classes(anatomy)
+
+    def prepare(self, model: Model, context: MethodContext) -> int:
+        """Fold the batch norms; return how many."""
+        if not self.fold_batch_norms or not batch_norms(model.network):
+            return 0
+        inputs = {name: x.to(model.device) for name, x in context.batches[0].items() if name != "labels"}
+        try:
+            return len(fold_batch_norms(model.network, inputs))
+        except ModelError as error:
+            raise ModelError(f"{error} Use `fold_batch_norms: false` to keep them all.") from error
+
+    def report(self, prepared: int, network: nn.Module) -> dict[str, Any]:
+        return {"batch_norms_folded": prepared} if prepared else {}
+
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
-        """Count the hidden states two or three times (inputs and targets), plus the training of one block."""
+        """Count each store of hidden states (inputs, targets, gradients), and the training of one block.
+
+        For Fisher weighting, every block runs those after it five times: for the original prediction, and forward,
+        again and backward for the gradient.
+        """
         plain = super().estimate_resources(anatomy, size, memory_limit)
         batches = math.ceil(size.samples / size.batch_size)
         updates = self.iterations + (self.activation_iterations if self.needs_float_inputs else 0)
         stores = 2 + self.needs_original_inputs + self.needs_float_inputs
         training = COPIES * 4 * block_parameters(anatomy) // len(anatomy.blocks)
-        return ResourceEstimate(plain.passes + 3 + 3 * updates / batches, stores * plain.memory + training)
+        gradient_passes = 0.0
+        if self.weighting == "fisher":
+            phases = (self.iterations > 0) + (self.needs_float_inputs and self.activation_iterations > 0)
+            stores, gradient_passes = stores + 1, phases * _GRADIENT_PASSES * (len(anatomy.blocks) - 1) / 2
+            training = max(training, gradient_bytes(anatomy, size.batch_size, size.seq_len, checkpointing=True))
+        passes = plain.passes + 3 + 3 * updates / batches + gradient_passes
+        return ResourceEstimate(passes, stores * plain.memory + training)
 
     def quantize(self, work: BlockWork) -> None:
         groups = work.groups
@@ -208,9 +249,13 @@ def regularizer_power(update: int, updates: int) -> float | None:
     return LAST_POWER + (FIRST_POWER - LAST_POWER) * (1 - progress)
 
 
-def reconstruction_loss(output: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the squared error summed over channels, averaged over images and pixels, or over unmasked tokens."""
-    squares = (output - target).square().sum(1 if output.dim() == 4 else -1)
+def reconstruction_loss(output: Tensor, target: Tensor, mask: Tensor | None, weights: Tensor | None = None) -> Tensor:
+    """Return the squared error summed over channels, averaged over images and pixels, or over unmasked tokens.
+
+    `weights`, like the output, multiply the squares.
+    """
+    squares = (output - target).square()
+    squares = (squares if weights is None else weights * squares).sum(1 if output.dim() == 4 else -1)
     return squares.mean() if mask is None else squares[mask].mean()
 
 
@@ -226,6 +271,7 @@ class _Reconstruction:
         device = next(iter(quantizers)).weight.device
         self.drops = torch.Generator(device).manual_seed(seed)
         self.block = FakeQuantized(work.block, quantizers, None)
+        self.weights = FisherWeights(work) if method.weighting == "fisher" else None
         self.steps = {} if method.input_format is None else self._first_steps(method.input_format, device)
 
     def run(self) -> None:
@@ -244,23 +290,35 @@ class _Reconstruction:
 
     @torch.no_grad()
     def error(self) -> float:
-        """Return the mean loss over all batches of the block as it would be stored now."""
-        before = [quantizer.hard for quantizer in self.quantizers.values()]
-        self._harden()
-        losses = [float(self._loss(self._quantized_output(batch), batch)) for batch in range(len(self.inputs))]
-        for quantizer, hard in zip(self.quantizers.values(), before, strict=True):
-            quantizer.hard = hard
+        """Return the mean loss, unweighted, over all batches of the block as it would be stored now."""
+        with self._hardened():
+            outputs = (self._quantized_output(batch) for batch in range(len(self.inputs)))
+            losses = [float(self._loss(output, batch)) for batch, output in enumerate(outputs)]
         return sum(losses) / len(losses)
 
     def _harden(self) -> None:
         for quantizer in self.quantizers.values():
             quantizer.hard = True
 
+    @contextmanager
+    def _hardened(self) -> Iterator[None]:
+        """Round every weight inside the context."""
+        before = [quantizer.hard for quantizer in self.quantizers.values()]
+        self._harden()
+        try:
+            yield
+        finally:
+            for quantizer, hard in zip(self.quantizers.values(), before, strict=True):
+                quantizer.hard = hard
+
     def _optimize(
         self, updates: int, rounding: list[nn.Parameter], scales: list[nn.Parameter], scale_lr: float,
         output: Callable[[int], Tensor],
     ) -> None:  # fmt: skip
         """Minimize the loss with Adam; batches are shuffled in every epoch."""
+        if self.weights is not None and updates:
+            with self._hardened():
+                self.weights.measure(self._quantized_output if scales else self._weight_only_output)
         scale_lr = self.method.activation_lr or scale_lr
         groups = [{"params": rounding, "lr": self.method.lr}, {"params": scales, "lr": scale_lr}]
         optimizer = torch.optim.Adam([group for group in groups if group["params"]])
@@ -271,7 +329,7 @@ class _Reconstruction:
             for group in optimizer.param_groups:
                 if group["params"] and scales and group["params"][0] is scales[0]:
                     group["lr"] = scale_lr * (1 + math.cos(math.pi * update / updates)) / 2
-            loss = self._loss(output(batch), batch)
+            loss = self._loss(output(batch), batch, self.weights)
             power = regularizer_power(update, updates) if rounding else None
             if power is not None:
                 terms = [quantizer.regularizer(power) for quantizer in self.quantizers.values()]
@@ -285,8 +343,11 @@ class _Reconstruction:
                     f"calibration data, or lower the lr of {self.method.name}."
                 )
 
-    def _loss(self, output: Tensor, batch: int) -> Tensor:
-        return reconstruction_loss(output, self.targets[batch].float(), self.inputs.masks[batch])
+    def _loss(self, output: Tensor, batch: int, weights: FisherWeights | None = None) -> Tensor:
+        target = self.targets[batch].float()
+        return reconstruction_loss(
+            output, target, self.inputs.masks[batch], None if weights is None else weights[batch]
+        )
 
     def _run(self, batch: int, hidden: Tensor | None = None) -> Tensor:
         return self.inputs.run(self.block, self.work.block.index, batch, hidden)
