@@ -230,13 +230,22 @@ def test_soft_thresholds_scale_hidden_states_and_are_penalized() -> None:
     assert gradient is not None and float(gradient[0]) < 0, "a higher threshold lowers the penalty"
 
 
+def search(checkpoint: Checkpoint | None = None, folder: Path | None = None, **step: Any) -> tuple[Any, dict[str, Any]]:
+    """Search thresholds on few texts; return the network and the facts."""
+    network = copy.deepcopy(trained())
+    method = METHODS.build({"method": "ltp", "budget": "macs=0.5", "batch_size": 32, "epochs": 0, **step})
+    context = MethodContext(batches=batches(64), folder=folder, **({"checkpoint": checkpoint} if checkpoint else {}))
+    facts = method.apply(Model(network), context)
+    encoder = token_pruning_of(network)
+    assert encoder is not None and encoder.soft is None
+    return network, facts
+
+
 def start_of_search(folder: Path, **step: Any) -> tuple[list[float], dict[str, Any]]:
     """Return the thresholds after a soft training that moves no weight, and the facts."""
-    settings = {"soft_epochs": 1, "batch_size": 32, "regularization": 0.0, "epochs": 0, "optimizer": {"lr": 1e-9}}
-    method = METHODS.build({"method": "ltp", "budget": "macs=0.5", **settings, **step})
-    facts = method.apply(Model(copy.deepcopy(trained())), MethodContext(batches=batches(64), folder=folder))
-    (trial,) = facts["trials"]
-    return trial["thresholds"], facts
+    settings = {"soft_epochs": 1, "regularization": 0.0, "optimizer": {"lr": 1e-9}}
+    _, facts = search(folder=folder, **{**settings, **step})
+    return facts["trials"][0]["thresholds"], facts
 
 
 def test_thresholds_start_on_a_line_and_have_a_learning_rate_of_their_own(tmp_path: Path) -> None:
@@ -253,11 +262,34 @@ def test_thresholds_start_on_a_line_and_have_a_learning_rate_of_their_own(tmp_pa
 @pytest.mark.parametrize(("keep", "start"), [(0.5, 0.02), (0.97, 0.2)])
 def test_a_shift_of_the_thresholds_meets_the_budget(keep: float, start: float, tmp_path: Path) -> None:
     """Up or down, as far as it must be; no threshold is negative."""
-    before, facts = start_of_search(tmp_path, budget=f"macs={keep}", final_threshold=start)
+    step = {"budget": f"macs={keep}", "final_threshold": start, "regularization": None, "trials": 2}
+    before, facts = start_of_search(tmp_path, **step)
     after = facts["rule"]["thresholds"]
     assert keep - 0.03 < facts["macs_kept"] <= keep
     assert (facts["trials"][0]["macs_kept"] < keep) == (after[3] < before[3]) == (keep == 0.97)
     assert min(after) >= 0
+    first, second = (trial["regularization"] for trial in facts["trials"])
+    assert (second > first) == (keep == 0.5), "more tokens than allowed take a larger penalty"
+
+
+def test_the_nearest_trial_is_kept_whole_and_resumed(tmp_path: Path) -> None:
+    """The budget is just below what the first trial leaves: the second, with a larger penalty, is farther from it."""
+    step = {
+        "soft_epochs": 3,
+        "optimizer": {"lr": 1e-3},
+        "threshold_lr": 3e-3,
+        "tolerance": 0.0,
+        "final_threshold": 0.05,
+    }
+    _, probe = search(folder=tmp_path / "probe", **step, trials=1)
+    step["budget"] = {"macs": probe["trials"][0]["macs_kept"] - 1e-3}
+    checkpoint = Checkpoint(tmp_path / "cut")
+    one, expected = search(checkpoint, **step, trials=1)
+    assert not torch.equal(one.bert.pooler.dense.weight, trained().bert.pooler.dense.weight), "weights train, too"
+    for again in (Checkpoint(tmp_path / "whole"), checkpoint):
+        two, facts = search(again, **step, trials=2)
+        assert len(facts["trials"]) == 2 and facts["rule"] == expected["rule"]
+        assert all(map(torch.equal, two.state_dict().values(), one.state_dict().values()))
 
 
 def test_an_interrupted_search_ends_with_the_same_weights(tmp_path: Path) -> None:
