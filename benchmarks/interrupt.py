@@ -4,15 +4,17 @@
     python benchmarks/interrupt.py --resume      # go on with the recipes that are not in the results yet
     python benchmarks/interrupt.py --resume --recipes ltp       # only these
 
-A run is killed (SIGKILL) at a moment drawn uniformly over the time of the uninterrupted run; half of the resumed runs
-are killed once more. Every registered method is covered, and a recipe of three steps. The model is tiny and random:
-only bytes matter. Runs are forked from one process with all imports done, in one thread; the check of the result in a
-new process is left out, because it writes nothing.
+A run is killed (SIGKILL) at a moment drawn uniformly over the time of the uninterrupted run or, with equal chances, of
+its steps, which are a small part of it if a method is fast; half of the resumed runs are killed once more. Every
+registered method is covered, and a recipe of three steps. The models are tiny and random: only bytes matter. Runs are
+forked from one process with all imports done, in one thread; the check of the result in a new process is left out,
+because it writes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -21,9 +23,11 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from common import previous_rows, table, write
@@ -33,17 +37,26 @@ from transformers import (
     BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedTokenizerFast,
+    ResNetConfig,
+    ResNetForImageClassification,
 )
 
 import smelt.compression.recipe.plan
 import smelt.compression.recipe.run
 from smelt.cli.main import main as smelt_main
 from smelt.compression.methods import METHODS
+from smelt.models.mlp_policy import MlpPolicy, MlpPolicyConfig
 
 PRUNE = {"budget": {"parameters": 0.8}}
 GROUP = {"group_size": 16}
 INPUTS = {**GROUP, "input_activations": "int8"}
+TRAIN = {"epochs": 2, "batch_size": 4, "checkpoint_every": 2}
+INT4 = {**TRAIN, "weights": {"quantizer": "minmax", "weight_format": "int4/row"}}
+BRECQ = {"iterations": 6, "activation_iterations": 6}
+LSQ = {"weights": {"quantizer": "lsq", "weight_format": "int4/row"}, "inputs": {"quantizer": "lsq", "bits": 4}}
 RECIPES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     **{
         name: ("pruning", [{"method": name, **PRUNE}]) for name in ("magnitude", "random", "taylor", "wanda-sp", "flap")
@@ -78,6 +91,67 @@ RECIPES: dict[str, tuple[str, list[dict[str, Any]]]] = {
         "adapters, distilled",
         [{"method": "rtn", **GROUP}, {"method": "rilq", "rank": 2, "updates": 6, "validate_every": 2}],
     ),
+    **{
+        name: ("experts", [{"method": name, "budget": {"parameters": 0.8}}])
+        for name in ("reap", "expert-frequency", "expert-merging", "expert-random")
+    },
+    "carve-experts": (
+        "experts, carved",
+        [
+            {
+                "method": "carve-experts",
+                "domains": ["ROOT/text.txt", "ROOT/sums.txt"],
+                "samples": 8,
+                "seq_len": 32,
+                "router_epochs": 2.0,
+                **TRAIN,
+            }
+        ],
+    ),
+    "hap": ("Hessian", [{"method": "hap", **PRUNE, "probes": 4, "implant": 0.1}]),
+    "head-gates": ("gates", [{"method": "head-gates", "budget": {"heads": 0.5}, **TRAIN}]),
+    "magnitude, finetune": ("training", [{"method": "magnitude", **PRUNE}, {"method": "finetune", **TRAIN}]),
+    **{name: ("training", [{"method": name, **INT4}]) for name in ("qat", "qlora", "tsld")},
+    "efficientqat": ("training", [{"method": "efficientqat", **INT4, "block_epochs": 2}]),
+    "teacher-intervention": ("training", [{"method": "teacher-intervention", **INT4, "intervention_steps": 2}]),
+    "matquant, slice": (
+        "training",
+        [
+            {"method": "matquant", **TRAIN, "weights": {"quantizer": "nested", "weight_format": "int8/row"}},
+            {"method": "slice", "bits": 4},
+        ],
+    ),
+    "qdpo": (
+        "preferences",
+        [
+            {
+                "method": "qdpo",
+                **TRAIN,
+                "max_new_tokens": 8,
+                "weights": {"quantizer": "minmax", "weight_format": "int2-asym/16"},
+            }
+        ],
+    ),
+    **{name: ("policies", [{"method": name, **LSQ, **TRAIN}]) for name in ("qail", "sqil")},
+    "integer-only": ("integer networks", [{"method": "integer-only"}]),
+    "integer-qat": ("integer networks", [{"method": "integer-qat", **TRAIN}]),
+    "speq": ("convolutions", [{"method": "speq", **TRAIN}]),
+    "brecq": ("convolutions", [{"method": "brecq", "bits": 4, "input_activations": "int8", **BRECQ}]),
+    "qdrop": ("convolutions", [{"method": "brecq", "bits": 4, "input_activations": "int8", **BRECQ, "qdrop": 0.5}]),
+    "nce, qat": (
+        "convolutions",
+        [
+            {
+                "method": "nce",
+                "budget": {"macs": 1.0},
+                "epochs": 3,
+                "batch_size": 16,
+                "width_lr": 0.2,
+                "threshold": 0.14,
+            },
+            {"method": "qat", "weights": {"quantizer": "sawb"}, "inputs": {"quantizer": "pact"}, **TRAIN},
+        ],
+    ),
     "kv-cache": ("KV cache", [{"method": "kv-cache", "format": "int4-asym/8@float16"}]),
     "wanda-sp, gptq, kv-cache": (
         "three steps",
@@ -88,8 +162,24 @@ RECIPES: dict[str, tuple[str, list[dict[str, Any]]]] = {
         ],
     ),
 }
+# By kind: the model, and the data that differs from the usual text. ROOT stands for the folder of both.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "token pruning": ("classifier", {"source": "ROOT/rows.csv", "samples": 40}),
+    "Hessian": ("classifier", {"source": "ROOT/rows.csv", "samples": 40}),
+    "integer networks": ("classifier", {"source": "ROOT/rows.csv", "samples": 40}),
+    "experts": ("mixture", {}),
+    "preferences": ("model", {"source": "ROOT/prompts.jsonl"}),
+    "policies": ("policy", {"source": "ROOT/demonstrations.npz", "samples": 40}),
+    "convolutions": ("resnet", {"source": "ROOT/images.npz", "samples": 40}),
+}
 WITH_TIMES = ("measurements.json", "report.html", "passport.json")
 PHASES = ("starting", "measuring the source", "inside a step", "between steps", "measuring and saving the result")
+
+
+_DECODER = {
+    "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 100,
+    "max_position_embeddings": 128,
+}  # fmt: skip
 
 
 def check_coverage() -> None:
@@ -101,10 +191,39 @@ def check_coverage() -> None:
 
 def build_model(folder: Path) -> None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
-    config = LlamaConfig(**sizes, num_hidden_layers=4, head_dim=8, vocab_size=100, max_position_embeddings=128)
+    config = LlamaConfig(**_DECODER, num_hidden_layers=4, head_dim=8)
     LlamaForCausalLM(config).save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
+
+
+def build_mixture(folder: Path) -> None:
+    torch.manual_seed(0)
+    config = MixtralConfig(**_DECODER, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2)
+    MixtralForCausalLM(config).save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+
+
+def build_resnet(folder: Path, data: Path) -> None:
+    """Write a classifier of images, and labeled images."""
+    torch.manual_seed(0)
+    sizes = {"embedding_size": 8, "hidden_sizes": [16, 24], "depths": [1, 2], "layer_type": "basic", "num_labels": 5}
+    ResNetForImageClassification(ResNetConfig(**sizes, image_size=32)).save_pretrained(folder)
+    processor = {"do_resize": False, "do_normalize": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    draw = np.random.Generator(np.random.PCG64(0))
+    arrays = {}
+    for split, count in (("train", 80), ("test", 20)):
+        arrays[f"x_{split}"] = draw.integers(0, 256, (count, 32, 32, 3)).astype(np.uint8)
+        arrays[f"y_{split}"] = np.arange(count) % 5
+    np.savez(data, **arrays)
+
+
+def build_policy(folder: Path, data: Path) -> None:
+    """Write a policy, and demonstrations."""
+    torch.manual_seed(0)
+    MlpPolicy(MlpPolicyConfig(action_size=3, hidden_size=16)).save_pretrained(folder)
+    observations = np.random.Generator(np.random.PCG64(0)).standard_normal((80, 4)).astype(np.float32)
+    np.savez(data, observations=observations, actions=observations[:, :3].argmax(-1))
 
 
 def build_classifier(folder: Path, data: Path) -> None:
@@ -145,20 +264,44 @@ def start(arguments: list[str], log: Path) -> int:
     os._exit(1)
 
 
-def run(arguments: list[str], log: Path, seconds: float | None = None) -> tuple[bool, float]:
-    """Run to the end, or kill after some seconds; return whether it was killed, and the time."""
-    began = time.perf_counter()
+def run_whole(arguments: list[str], out: Path, log: Path, steps: int) -> tuple[float, float]:
+    """Run to the end; return the seconds it took, and those from the first sign of a step to the end of the last."""
+    began, work = time.perf_counter(), out.with_name(out.name + ".partial")
+    process = start([*arguments, "-o", str(out)], log)
+    inside: list[float] = []
+    while not os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        if phase(work, steps) in PHASES[2:4]:
+            inside.append(time.perf_counter() - began)
+        time.sleep(0.001)
+    seconds = time.perf_counter() - began
+    check_exit(arguments, os.waitpid(process, 0)[1], log)
+    return seconds, inside[-1] - inside[0] if inside else 0.0
+
+
+def run(
+    arguments: list[str], log: Path, seconds: float | None = None, begun: Callable[[], bool] = lambda: True
+) -> bool:
+    """Run to the end, or kill so many seconds after something has begun; return whether it was killed."""
     process = start(arguments, log)
-    if seconds is not None:
-        while time.perf_counter() - began < seconds:
-            if os.waitpid(process, os.WNOHANG)[0]:
-                return False, time.perf_counter() - began
-            time.sleep(0.001)
-        os.kill(process, signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    began = None
+    while seconds is not None:
+        began = time.perf_counter() if began is None and begun() else began
+        if began is not None and time.perf_counter() - began >= seconds:
+            os.kill(process, signal.SIGKILL)
+            break
+        ended, status = os.waitpid(process, os.WNOHANG)
+        if ended:
+            return check_exit(arguments, status, log)
+        time.sleep(0.001)
+    return check_exit(arguments, os.waitpid(process, 0)[1], log)
+
+
+def check_exit(arguments: list[str], status: int, log: Path) -> bool:
+    """Return whether a process was killed; stop if it ended with an error."""
+    code = os.waitstatus_to_exitcode(status)
     if code not in (0, -signal.SIGKILL):
         raise SystemExit(f"{' '.join(arguments)} ended with {code}:\n{log.read_text()}")
-    return code == -signal.SIGKILL, time.perf_counter() - began
+    return code == -signal.SIGKILL
 
 
 def phase(work: Path, steps: int) -> str:
@@ -178,15 +321,21 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
 
 
-def interrupted(arguments: list[str], out: Path, log: Path, seconds: float, draw: random.Random) -> Counter[str]:
-    """Run to the end with one or two kills; count them by what the run was doing."""
+def interrupted(
+    arguments: list[str], out: Path, log: Path, steps: int, times: tuple[float, float], draw: random.Random
+) -> Counter[str]:
+    """Run to the end with one or two kills; count them by what the run was doing.
+
+    `times` are the seconds of a whole run and of its steps; the first kill is drawn from one of them.
+    """
     work = out.with_name(out.name + ".partial")
-    steps = len(yaml.safe_load(Path(arguments[arguments.index("-r") + 1]).read_text())["steps"])
-    limits = [draw.uniform(0, seconds), *([draw.uniform(0, seconds)] if draw.random() < 0.5 else [])]
+    in_step = draw.random() < 0.5
+    limits = [draw.uniform(0, times[in_step]), *([draw.uniform(0, times[0])] if draw.random() < 0.5 else [])]
     kills: Counter[str] = Counter()
-    for limit in [*limits, None]:
+    for number, limit in enumerate([*limits, None]):
         resume = ["--resume"] if (work / "run.json").exists() else []
-        killed, _ = run([*arguments, "-o", str(out), *resume], log, limit)
+        begun = (lambda: phase(work, steps) in PHASES[2:4]) if in_step and number == 0 else lambda: True
+        killed = run([*arguments, "-o", str(out), *resume], log, limit, begun)
         kills.update([PHASES[4] if out.exists() else phase(work, steps)] if killed else [])
         if out.exists():
             break
@@ -208,8 +357,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         build_model(root / "model")
+        build_mixture(root / "mixture")
         build_classifier(root / "classifier", root / "rows.csv")
-        (root / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+        build_resnet(root / "resnet", root / "images.npz")
+        build_policy(root / "policy", root / "demonstrations.npz")
+        text = "the quick brown fox jumps over the lazy dog. "
+        (root / "text.txt").write_text(text * 200)
+        (root / "sums.txt").write_text("one and two is three. two and two is four. " * 200)
+        prompts = [{"prompt": text[start : start + 10]} for start in range(30)]
+        (root / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
         for number, (name, (kind, steps)) in enumerate(RECIPES.items()):
             if name in {row["recipe"] for row in rows} or name not in (chosen.recipes or RECIPES):
                 continue
@@ -228,19 +384,18 @@ def compare(
     """Kill runs of one recipe so many times; return whether each result was equal, and when they were killed."""
     folder = root / str(number)
     folder.mkdir()
-    model = root / ("classifier" if kind == "token pruning" else "model")
-    data: dict[str, Any] = {"source": str(root / "text.txt"), "samples": 12, "seq_len": 32, "batch_size": 2}
-    if kind == "token pruning":
-        data |= {"source": str(root / "rows.csv"), "samples": 40}
-    recipe = {"data": data, "evaluate": {"context": 64, "limit": 1000}, "steps": steps}
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    arguments = ["compress", str(model), "-r", str(folder / "recipe.yaml"), "--no-speed"]
-    _, seconds = run([*arguments, "-o", str(folder / "whole")], folder / "log")
+    model, more = MODELS.get(kind, ("model", {}))
+    data = {"source": "ROOT/text.txt", "samples": 12, "seq_len": 32, "batch_size": 2, **more}
+    evaluate = {"context": 64, "limit": 1000, **({"source": "ROOT/text.txt"} if kind == "preferences" else {})}
+    recipe = yaml.safe_dump({"data": data, "evaluate": evaluate, "steps": steps}).replace("ROOT", str(root))
+    (folder / "recipe.yaml").write_text(recipe)
+    arguments = ["compress", str(root / model), "-r", str(folder / "recipe.yaml"), "--no-speed"]
+    times = run_whole(arguments, folder / "whole", folder / "log", len(steps))
     whole = contents(folder / "whole")
     same, found = list[bool](), Counter[str]()
     while sum(found.values()) < kills:
         out = folder / f"out-{len(same)}"
-        found.update(interrupted(arguments, out, folder / "log", seconds, draw))
+        found.update(interrupted(arguments, out, folder / "log", len(steps), times, draw))
         same.append(contents(out) == whole)
     return same, found
 
@@ -257,8 +412,8 @@ def report(rows: list[dict[str, Any]]) -> None:
     left = [name for name in RECIPES if name not in {row["recipe"] for row in rows}]
     text = [
         "# Killed at random moments",
-        "`benchmarks/interrupt.py`: SIGKILL at moments drawn uniformly over the time of the uninterrupted run, then "
-        "`--resume`. Same bytes: of every file but those with times.",
+        "`benchmarks/interrupt.py`: SIGKILL at moments drawn uniformly over the time of the uninterrupted run or of "
+        "its steps, then `--resume`. Same bytes: of every file but those with times.",
         table(["steps", *columns], [[kind, *(str(n[column]) for column in columns)] for kind, n in kinds.items()]),
         table(["killed while", "kills"], [[name, str(moments[name])] for name in PHASES]),
         *([f"Not run yet: {', '.join(left)}."] if left else []),

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+import runpy
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from smelt.compression.methods import METHODS
 from smelt.compression.pruning.magnitude import Magnitude
 from tests.cli.conftest import Done, Forked, Moment, Place, Smelt, llama_recipe, resume, same_bytes
 
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "interrupt.py"
 KILLED = -9
 
 
@@ -280,3 +283,10 @@ def test_an_unrelated_folder_at_the_work_path_is_not_touched(place: Place, smelt
     done = smelt_here("compress", place / "llama", "-r", place / "llama.yaml", "-o", str(tmp_path / "out"), "--resume")
     done.refused("is not an unfinished run")
     assert (tmp_path / "out.partial" / "precious.txt").read_text() == "mine"
+
+
+def test_the_benchmark_of_kills_has_a_recipe_for_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARK.parent))
+    recipes = runpy.run_path(str(BENCHMARK))["RECIPES"]
+    covered = {step["method"] for _, steps in recipes.values() for step in steps}
+    assert {name for name in METHODS if METHODS[name].__module__.startswith("smelt.")} <= covered

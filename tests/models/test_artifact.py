@@ -15,6 +15,7 @@ from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.model import Model
 from smelt.models.surgery import keep_units, set_output
 from smelt.models.verify import verify
+from tests.character_tokenizer import character_tokenizer
 from tests.models.test_surgery import cut, random_masks
 from tests.tiny import BUILDS, TRANSFORMERS, inputs
 
@@ -148,3 +149,20 @@ def test_a_shape_that_contradicts_the_weights_is_refused(tmp_path: Path) -> None
     (tmp_path / "smelt.json").write_text(json.dumps(content))
     with pytest.raises(ModelError, match="and not"):
         load_artifact(tmp_path)
+
+
+def test_a_saved_tokenizer_forgets_its_last_call(tmp_path: Path) -> None:
+    """Tokenizers keep truncation and padding; the files are the same before, after, and once loaded again."""
+    tokenizer = character_tokenizer(encoder=True)
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        save_artifact(Model(BUILDS["bert"](), tokenizer), tmp_path / name)
+        if name == "b":
+            tokenizer = load_artifact(tmp_path / "b").tokenizer
+        assert tokenizer is not None
+        tokenizer(["one text", "two"], truncation=True, max_length=4, padding="max_length")
+    contents = [(tmp_path / name / "tokenizer.json").read_bytes() for name in "abc"]
+    plain = json.loads(contents[0])
+    assert len(set(contents)) == 1 and plain["truncation"] is plain["padding"] is None
+    configs = [json.loads((tmp_path / name / "tokenizer_config.json").read_text()) for name in "abc"]
+    assert all("max_length" not in config and config["model_max_length"] for config in configs)

@@ -17,12 +17,14 @@ from smelt.kernels.cpu.build import load_library
 from smelt.kernels.cpu.program import can_run
 from smelt.kernels.dispatch import CPU
 from smelt.kernels.paged import attention_backend, paged_attention, paged_attention_reference
+from smelt.models.experts import split_experts
 from smelt.models.model import Model
 from smelt.runtime.cpu import unsupported_reason
 from smelt.serve.engine.request import Request, RequestId
 from smelt.serve.engine.runner import ModelRunner, logits_indices
 from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.engine.scheduler import ScheduledChunk
+from tests.mixtures import fused
 from tests.models.test_surgery import cut, random_masks
 from tests.tiny import BUILDS
 
@@ -37,8 +39,8 @@ SIZES: dict[str, Any] = {
 }
 
 
-def quantize_model(settings: dict[str, Any]) -> Any:
-    model = Model(BUILDS["llama"]())
+def quantize_model(settings: dict[str, Any], name: str = "llama") -> Any:
+    model = Model(BUILDS[name]())
     METHODS.build(settings).apply(model, MethodContext())
     return model.network
 
@@ -53,6 +55,10 @@ NETWORKS = {
     **{name: BUILDS[name] for name in ("llama", "llama-tied", "mistral", "qwen2", "qwen3")},
     "pruned": pruned,
     "int4": lambda: quantize_model({"method": "rtn", "bits": 4, "group_size": 16}),
+    "int4, biases": lambda: quantize_model({"method": "rtn", "bits": 4, "group_size": 16}, "qwen2"),
+    "int8 head": lambda: quantize_model(
+        {"method": "rtn", "bits": 8, "group_size": -1, "symmetric": True, "embeddings": "int8/row"}, "llama-tied"
+    ),
     "int8": lambda: quantize_model({"method": "rtn", "bits": 8, "group_size": -1, "symmetric": True}),
     "nf4": lambda: quantize_model({"method": "rtn", "format": "nf4/16"}),
     "int4 x int8": lambda: quantize_model({"method": "rtn", "bits": 4, "group_size": -1, "input_activations": "int8"}),
@@ -99,7 +105,7 @@ def test_a_program_matches_the_network(name: str) -> None:
     assert torch.allclose(actual, expected, atol=2e-4, rtol=1e-4), float((actual - expected).abs().max())
 
 
-@pytest.mark.parametrize("name", ["llama", "int4", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "int4", "int8 head", "qwen3"])
 def test_half_precision(name: str) -> None:
     network = NETWORKS[name]().to(torch.bfloat16)
     actual, expected = logits(network, True, TEXTS), logits(network, False, TEXTS).float()
@@ -120,8 +126,9 @@ def test_batch_composition_changes_no_bit() -> None:
         (BUILDS["gpt2"], "gpt2 is not among"),
         (BUILDS["opt"], "opt is not among"),
         (lambda: quantize_model({"method": "quarot", "rounding": "rtn"}), "without a compiled kernel"),
+        (lambda: split_experts(fused("olmoe-clipped")), "its Q, K and V are clipped"),
     ],
-    ids=["gpt2", "opt", "rotated inputs"],
+    ids=["gpt2", "opt", "rotated inputs", "clipped"],
 )
 def test_unsupported_networks_run_eagerly_with_a_reason(build: Any, reason: str) -> None:
     network = build()

@@ -28,6 +28,7 @@ from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.models.quantization_scheme import QuantizationScheme
 from smelt.models.quantized import STATIC_SCALE, QuantizedLinear, quantized_layers
+from smelt.models.tokenizer import save_tokenizer
 from smelt.numerics.catalog import FORMATS, format_name
 from smelt.numerics.elements import E4M3
 from smelt.numerics.format import PER_ROW, PER_TENSOR, Format
@@ -62,7 +63,7 @@ class CompressedTensors(ExportFormat):
         if network.can_generate():
             network.generation_config.save_pretrained(folder)
         if model.tokenizer is not None:
-            model.tokenizer.save_pretrained(folder)
+            save_tokenizer(model.tokenizer, folder)
         format_counts = Counter(group["format"] for group, paths in groups for _ in paths)
         expert_notes = ["transformers dequantizes the experts of a mixture when it loads them."] if mixtures else []
         return Export(dict(format_counts), [*_notes(network, layers), *expert_notes])

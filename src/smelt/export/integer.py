@@ -23,6 +23,7 @@ from smelt.export.onnx_integer.qdq import QdqOnnx
 from smelt.export.onnx_integer.writer import OPSET, GraphWriter
 from smelt.models.artifact import write_json
 from smelt.models.model import Model
+from smelt.models.tokenizer import save_tokenizer
 from smelt.models.verify import probe
 from smelt.runtime.integer.decoder_network import IntegerDecoder
 from smelt.runtime.integer.graph import DTYPES, IntegerGraph
@@ -115,7 +116,7 @@ class OnnxInteger(ExportFormat):
             write_json(folder / "scales.json", {name: graph.scales.get(name) for name in graph.outputs})
             notes = ["the outputs are integers: multiply them by scales.json. For speed, export with --qdq."]
         if model.tokenizer is not None:
-            model.tokenizer.save_pretrained(folder)
+            save_tokenizer(model.tokenizer, folder)
         return Export(count_types(path), notes)
 
     def verify(self, model: Model, folder: Path) -> None:

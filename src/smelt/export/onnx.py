@@ -30,6 +30,7 @@ from smelt.models.json_file import one_line
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedEmbedding, QuantizedLinear, quantized_layers
 from smelt.models.quantized_network import replace_module
+from smelt.models.tokenizer import save_tokenizer
 from smelt.models.verify import probe
 from smelt.numerics.catalog import format_name
 from smelt.numerics.format import PER_ROW, PER_TENSOR
@@ -70,7 +71,7 @@ class Onnx(ExportFormat):
             raise FormatError(f"PyTorch cannot write this network as ONNX ({one_line(error)}).") from error
         write_json(folder / "config.json", shaped_config(model.anatomy))
         if model.tokenizer is not None:
-            model.tokenizer.save_pretrained(folder)
+            save_tokenizer(model.tokenizer, folder)
         return Export(count_types(path), self._notes(model))
 
     def _notes(self, model: Model) -> list[str]:

@@ -39,7 +39,7 @@ from smelt.models.quantized_network import prepare_quantized_layers, tie_layers,
 from smelt.models.surgery import restore_shape
 from smelt.models.token_pruning import install_token_pruning, token_pruning_of
 from smelt.models.token_rules import token_rule_from_json
-from smelt.models.tokenizer import load_tokenizer
+from smelt.models.tokenizer import load_tokenizer, save_tokenizer
 from smelt.models.weights import TensorHeader, read_headers, read_safetensors
 from smelt.version import __version__
 
@@ -62,7 +62,7 @@ def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = No
     if network.can_generate():
         network.generation_config.save_pretrained(folder)
     if model.tokenizer is not None:
-        model.tokenizer.save_pretrained(folder)
+        save_tokenizer(model.tokenizer, folder)
     if model.image_processor is not None:
         model.image_processor.save(folder)
     if model.feature_extractor is not None:

@@ -1,4 +1,4 @@
-"""Load tokenizers."""
+"""Load and save tokenizers."""
 
 from __future__ import annotations
 
@@ -40,6 +40,15 @@ def load_tokenizer(folder: Path, config: PreTrainedConfig) -> PreTrainedTokenize
             raise
         # Third-party code on untrusted values may raise anything.
         raise ModelError(f"the tokenizer in {folder} cannot be loaded ({one_line(error)}).") from error
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the files of a tokenizer, without the truncation and padding of its last call, which it keeps."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # of a fast tokenizer
+    if backend is not None:
+        backend.no_truncation()
+        backend.no_padding()
+    tokenizer.save_pretrained(folder)
 
 
 def load_tokenizer_only(path: Path) -> PreTrainedTokenizerBase | None:

@@ -33,6 +33,7 @@ from smelt.progress import NullProgress
 from tests.tiny import BUILDS, build_network, inputs
 
 FAST = {"batch_size": 16, "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}, "epochs": 6}
+INT4 = {"weights": {"quantizer": "minmax", "weight_format": "int4/row"}}
 W2A2 = {"weights": {"quantizer": "sawb"}, "inputs": {"quantizer": "pact", "alpha": 3.0, "penalty_weight": 0.002}}
 
 
@@ -141,16 +142,63 @@ class Interrupted(NullProgress):
             yield item
 
 
+class Totals(NullProgress):
+    """Records how many items are tracked."""
+
+    def __init__(self) -> None:
+        self.totals: list[int | None] = []
+
+    def track(self, items: Iterable[Any], description: str, total: int | None = None) -> Iterator[Any]:
+        self.totals.append(total)
+        yield from items
+
+
+class KillAtTheEnd(NullProgress):
+    """Replaces the removal of folders once the training is done."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, kill: Any) -> None:
+        self.patch, self.kill = patch, kill
+
+    def track(self, items: Iterable[Any], description: str, total: int | None = None) -> Iterator[Any]:
+        yield from items
+        self.patch.setattr("smelt.compression.distillation.training_run.shutil.rmtree", self.kill)
+
+
 def test_an_interrupted_run_resumes_to_the_bit(tmp_path: Path) -> None:
     method = METHODS.build("speq", **W2A2, **{**FAST, "epochs": 2}, augment=True, checkpoint_every=4)
     whole, _ = train(method, BUILDS["resnet"](), images(), tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         train(method, BUILDS["resnet"](), images(), tmp_path / "cut", progress=Interrupted(10))
     assert any((tmp_path / "cut").iterdir())
-    resumed, facts = train(method, BUILDS["resnet"](), images(), tmp_path / "cut")
+    progress = Totals()
+    resumed, facts = train(method, BUILDS["resnet"](), images(), tmp_path / "cut", progress=progress)
+    assert 8 in progress.totals, "the steps after the last checkpoint"
     states = [each.network.state_dict() for each in (whole, resumed)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert len(facts["loss_curve"]) == facts["steps"] == 16 and not any((tmp_path / "cut").iterdir())
+
+
+def test_a_training_that_was_killed_at_its_first_or_last_write_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its first record the folder has none, and while it is removed any file may be gone."""
+    method = METHODS.build("qat", **INT4, epochs=0.25, batch_size=8, checkpoint_every=1)
+    whole, facts = train(method, BUILDS["llama"](), text(), tmp_path / "whole")
+    folder = tmp_path / "cut" / "training"
+    folder.mkdir(parents=True)
+    (folder / "run.jsonl").touch()
+
+    def kill(path: Path, **_: Any) -> None:
+        (path / "run.jsonl").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        train(method, BUILDS["llama"](), text(), tmp_path / "cut", progress=KillAtTheEnd(patch, kill))
+    assert (folder / "checkpoints").exists()
+    resumed, again = train(method, BUILDS["llama"](), text(), tmp_path / "cut")
+    states = [each.network.state_dict() for each in (whole, resumed)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert again == facts and not folder.exists()
 
 
 class Poisoned(NullProgress):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor
+from torch.nn import functional as F
 
 from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.methods import pruning  # noqa: F401  (puts the methods on the list)
@@ -43,23 +45,38 @@ def logits(network: Any, batch: dict[str, Tensor]) -> Tensor:
     return result
 
 
-def test_block_influence_by_hand() -> None:
-    """One minus the mean cosine between the hidden states before and after each block, without padding."""
-    network, batch = BUILDS["llama"](), inputs("llama")
+@pytest.mark.parametrize("name", ["llama", "mpnet"])
+def test_block_influence_by_hand(name: str) -> None:
+    """One minus the mean cosine between the hidden states before and after each block, without padding.
+
+    A block of MPNet returns a tuple.
+    """
+    network, batch = BUILDS[name](), inputs(name)
     batch["attention_mask"][0, 8:] = 0
     with torch.no_grad():
-        states = network(**batch, output_hidden_states=True).hidden_states
-        network.model.norm = torch.nn.Identity()  # the last of them is normalized
-        last = network(**batch, output_hidden_states=True).hidden_states[-1]
+        states = list(network(**batch, output_hidden_states=True).hidden_states)
+        if name == "llama":  # the last of them is normalized
+            network.model.norm = torch.nn.Identity()
+            states[-1] = network(**batch, output_hidden_states=True).hidden_states[-1]
     expected = []
-    for x, y in zip(states[:-1], [*states[1:-1], last], strict=True):
+    for x, y in itertools.pairwise(states):
         cosines = [
             float(x[row, token] @ y[row, token] / (x[row, token].norm() * y[row, token].norm()))
             for row in range(3) for token in range(11) if batch["attention_mask"][row, token]
         ]  # fmt: skip
         expected.append(1 - float(np.mean(cosines)))
-    model = Model(BUILDS["llama"]())
+    model = Model(BUILDS[name]())
     assert block_influence(model, MethodContext(batches=[batch])) == pytest.approx(expected, abs=1e-5)
+
+
+def test_block_influence_of_a_network_of_images() -> None:
+    """Images have no mask: all patches count, and images of both batches alike."""
+    network, batch = BUILDS["vit"](), inputs("vit")
+    with torch.no_grad():
+        states = network(**batch, output_hidden_states=True).hidden_states
+    expected = [1 - float(F.cosine_similarity(x, y, dim=-1).mean()) for x, y in itertools.pairwise(states)]
+    batches = [{"pixel_values": images} for images in batch["pixel_values"].split([1, 2])]
+    assert block_influence(Model(network), MethodContext(batches=batches)) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", CHAINS)
@@ -111,6 +128,46 @@ def test_minitron_depth_measures_the_loss_without_each_block() -> None:
     facts = METHODS.build({"method": "minitron-depth", "budget": "parameters=0.7"}).apply(Model(network), data)
     assert facts["importance"] == pytest.approx([loss - losses[0] for loss in losses[1:]], abs=1e-5)
     assert facts["blocks_removed"] == [int(np.argmin(losses[1:]))] and abs(facts["importance"][1]) < 1e-6
+
+
+def test_the_loss_without_a_block_whose_output_is_a_tuple() -> None:
+    """The mean is over sequences: the batches differ in size."""
+    batches = [{key: tensor[rows] for key, tensor in labeled("mpnet").items()} for rows in (slice(1), slice(1, 3))]
+    losses = []
+    for kept in ([0, 1, 2], [1, 2], [0, 2], [0, 1]):
+        shorter = BUILDS["mpnet"]()
+        keep_blocks(anatomy_of(shorter), kept)
+        with torch.no_grad():
+            losses.append(float(shorter(**labeled("mpnet")).loss))
+    step: Any = METHODS.build({"method": "minitron-depth", "budget": "parameters=0.7"})
+    measured = step.importance(Model(BUILDS["mpnet"]()), MethodContext(batches=batches))
+    assert measured == pytest.approx([loss - losses[0] for loss in losses[1:]], abs=1e-6)
+
+
+def observe(method: str, network: Any, batches: list[dict[str, Tensor]]) -> Tensor:
+    step: Any = METHODS.build({"method": method, "budget": "parameters=0.7"})
+    model = Model(network)
+    if method == "minitron":
+        return torch.cat(step.observe(model.anatomy, MethodContext(batches=batches)))
+    return torch.from_numpy(step.importance(model, MethodContext(batches=batches)))
+
+
+def hooks(network: Any) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in network.modules())
+
+
+@pytest.mark.parametrize("method", ["shortgpt", "minitron-depth", "minitron"])
+def test_observing_a_network_leaves_it_as_it_was(method: str) -> None:
+    """Without dropout; the mode comes back, and no hook stays, also when a batch fails."""
+    training, batches = BUILDS["bert"]().train(), [labeled("bert")]
+    assert torch.equal(observe(method, training, batches), observe(method, BUILDS["bert"](), batches))
+    assert training.training and hooks(training) == hooks(BUILDS["bert"]())
+    bad = {**labeled("bert"), "input_ids": torch.full((3, 11), 99)}
+    for network in (training, BUILDS["bert"]()):
+        mode = network.training
+        with pytest.raises(IndexError):
+            observe(method, network, [*batches, bad])
+        assert network.training is mode and hooks(network) == hooks(BUILDS["bert"]())
 
 
 def test_removing_low_influence_beats_removing_high_influence() -> None:
@@ -196,20 +253,29 @@ def test_a_smaller_model_saves_reloads_and_is_served(method: str, tmp_path: Path
 
 
 def test_minitron_scores_by_hand() -> None:
-    """The mean absolute activation over a sequence, then the L2 norm over sequences; of heads, the norm of outputs."""
+    """The mean absolute activation over a sequence, then the L2 norm over sequences; of heads, the norm of outputs.
+
+    Padding is left out of the mean.
+    """
     network, batches = BUILDS["llama"](), [labeled("llama", 0), labeled("llama", 1)]
+    batches[1]["attention_mask"][1, 6:] = 0
     method: Any = METHODS.build({"method": "minitron", "budget": "parameters=0.8"})
     model = Model(network)
     scores = method.scores(model.anatomy, method.observe(model.anatomy, MethodContext(batches=batches)), None)
     seen: dict[str, list[Tensor]] = {"o": [], "down": []}
     layer = network.model.layers[1]
-    layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: seen["o"].append(args[0]))
-    layer.mlp.down_proj.register_forward_pre_hook(lambda _, args: seen["down"].append(args[0]))
+    layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: seen["o"].extend(args[0]))
+    layer.mlp.down_proj.register_forward_pre_hook(lambda _, args: seen["down"].extend(args[0]))
     for batch in batches:
         logits(network, batch)
-    down = torch.cat(seen["down"]).abs().mean(1).norm(dim=0)
-    groups = torch.cat(seen["o"]).unflatten(-1, (2, 16)).norm(dim=-1).mean(1).norm(dim=0)
+    lengths = [11, 11, 11, 11, 6, 11]
+    down = torch.stack([x[:n].abs().mean(0) for x, n in zip(seen["down"], lengths, strict=True)]).norm(dim=0)
+    outputs = [x[:n].unflatten(-1, (2, 16)) for x, n in zip(seen["o"], lengths, strict=True)]
+    groups = torch.stack([x.norm(dim=-1).mean(0) for x in outputs]).norm(dim=0)
     assert scores[2] == pytest.approx(groups.numpy(), rel=1e-4) and scores[3] == pytest.approx(down.numpy(), rel=1e-4)
+    unmasked = [{"input_ids": batch["input_ids"]} for batch in batches[:1]]
+    masked = method.observe(model.anatomy, MethodContext(batches=batches[:1]))
+    assert all(map(torch.equal, method.observe(model.anatomy, MethodContext(batches=unmasked)), masked))
 
 
 @pytest.mark.parametrize(

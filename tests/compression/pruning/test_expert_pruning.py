@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from smelt.compression.base import MethodContext
+from smelt.compression.base import CalibrationSize, MethodContext, ResourceEstimate
 from smelt.compression.calibration.block_inputs import capture_block_inputs
 from smelt.compression.calibration.expert_statistics import ExpertStatistics, observe_experts
 from smelt.compression.methods import METHODS
 from smelt.compression.pruning.expert_merging import group_experts, merge_experts
+from smelt.compression.pruning.expert_pruning import expert_parameters
 from smelt.errors import BudgetError, ModelError, RecipeError
 from smelt.measure.cost import block_parameters
 from smelt.models.anatomy_builder import anatomy_of
@@ -26,11 +27,12 @@ from smelt.models.expert_surgery import keep_experts
 from smelt.models.experts import split_experts
 from smelt.models.load import skeleton
 from smelt.models.model import Model
+from smelt.models.surgery import keep_units
 from smelt.models.verify import verify
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.sampling_params import SamplingParams
 from tests.architectures import DECODERS
-from tests.mixtures import BUILDS, CHOSEN, EXPERTS, PLAIN, batches, fused, ids, loaded
+from tests.mixtures import BUILDS, CHOSEN, EXPERTS, HIDDEN, INNER, PLAIN, batches, fused, ids, loaded
 from tests.serve.test_engine import SMALL, answers, expected, prompts
 from tests.tiny import BUILDS as DENSE
 
@@ -92,6 +94,47 @@ def test_the_score_of_reap_by_hand(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(found.logit_products, alike, rtol=1e-9)
 
 
+def test_the_scores_of_the_methods_are_relative_to_their_layer() -> None:
+    """A layer with outputs ten times as large, and one that no token reached: its scores stay zero."""
+    tokens, norms = torch.tensor([2.0, 6.0, 0.0, 4.0]).double(), torch.tensor([3.0, 1.0, 0.0, 8.0]).double()
+    layers = [ExpertStatistics(tokens, scale * norms, torch.eye(4).double()) for scale in (1, 10)]
+    anatomy = anatomy_of(DENSE["llama"]())  # no score depends on it
+    means = np.array([3 / 2, 1 / 6, 0, 2])
+    for name, relative in (
+        ("reap", means / means.mean()),
+        ("expert-frequency", np.array([2 / 3, 2, 0, 4 / 3])),
+        ("expert-merging", np.array([2 / 3, 2, 0, 4 / 3])),
+    ):
+        method: Any = METHODS.build({"method": name, "budget": {"parameters": 0.5}})
+        for scores in method.scores(anatomy, layers, seed=0):
+            np.testing.assert_allclose(scores, relative, rtol=1e-12)
+        np.testing.assert_array_equal(method.scores(anatomy, [ExpertStatistics.zeros(4)], seed=0), np.zeros((1, 4)))
+
+
+def test_random_experts_follow_the_seed(tmp_path: Path) -> None:
+    anatomy = loaded("olmoe", tmp_path).anatomy
+    method: Any = METHODS.build({"method": "expert-random", "budget": {"parameters": 0.5}})
+    first, again, other = (np.stack(method.scores(anatomy, [], seed)) for seed in (1, 1, 0))
+    assert first.shape == (2, EXPERTS) and (first == again).all() and (first != other).all()
+    assert (first[0] != first[1]).all(), "every layer has its own"
+
+
+def test_observing_experts_leaves_no_hook(tmp_path: Path) -> None:
+    model = loaded("mixtral", tmp_path)
+    first, second = observed(model), observed(model)
+    for one, two in zip(first, second, strict=True):
+        assert torch.equal(one.tokens, two.tokens) and torch.equal(one.weighted_norms, two.weighted_norms)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.network.modules())
+
+
+def test_the_similarity_of_experts_is_the_cosine_of_their_router_logits() -> None:
+    router_logits = torch.tensor([[3.0, 6.0, 0.0, 0.0], [4.0, 8.0, 1.0, 0.0]]).double()  # [tokens, experts]
+    statistics = ExpertStatistics.zeros(4)
+    statistics.logit_products += router_logits.T @ router_logits
+    expected = [[1, 1, 0.8, 0], [1, 1, 0.8, 0], [0.8, 0.8, 1, 0], [0, 0, 0, 0]]
+    torch.testing.assert_close(statistics.similarity, torch.tensor(expected).double())
+
+
 def test_the_lowest_score_goes_first(tmp_path: Path) -> None:
     model = loaded("mixtral", tmp_path)
     scores = [each.mean_weighted_norms.numpy() for each in observed(model)]
@@ -142,6 +185,44 @@ def test_the_budget_is_met_and_the_artifact_is_the_model(method: str, counts: st
     assert torch.equal(logits(again.network), logits(model.network))
     assert again.anatomy.expert_shape() == model.anatomy.expert_shape() != []
     assert [mixture.num_experts for mixture in anatomy_of(skeleton(tmp_path / "out")).mixtures] == numbers
+
+
+@pytest.mark.parametrize("counts", ["free", "uniform"])
+def test_a_budget_removes_no_more_than_it_must(counts: str, tmp_path: Path) -> None:
+    """An expert has three matrices and a row of the router."""
+    model = loaded("olmoe", tmp_path)
+    cost, step = 3 * HIDDEN * INNER + HIDDEN, 1 if counts == "free" else len(model.anatomy.mixtures)
+    assert [expert_parameters(mixture) for mixture in model.anatomy.mixtures] == [cost, cost]
+    before = block_parameters(model.anatomy)
+    facts = apply(model, "reap", 1 - 2 * cost / before, experts_per_layer=counts)
+    assert facts["parameters_removed"] == 2 * cost, "two experts meet it exactly"
+    facts = apply(loaded("olmoe", tmp_path), "reap", 1 - (2 * cost + 1) / before, experts_per_layer=counts)
+    assert facts["parameters_removed"] == (2 + step) * cost, "and one parameter more takes the next"
+
+
+def test_the_layers_of_low_scores_lose_experts_until_a_token_needs_all_that_stay(tmp_path: Path) -> None:
+    model = loaded("olmoe", tmp_path)
+    three = 3 * (3 * HIDDEN * INNER + HIDDEN) / block_parameters(model.anatomy)  # experts
+    method: Any = METHODS.build({"method": "reap", "budget": {"parameters": 1 - three}})
+    scores = [np.array([0.1, 0.4, 0.2, 0.3]), np.array([4.0, 3.0, 2.0, 1.0])]
+    assert [kept.tolist() for kept in method.choose(model.anatomy, scores)] == [[1, 3], [0, 1, 2]]
+    uniform: Any = METHODS.build({"method": "reap", "budget": {"parameters": 0.9}, "experts_per_layer": "uniform"})
+    assert [kept.tolist() for kept in uniform.choose(model.anatomy, scores)] == [[1, 2, 3], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("counts", ["free", "uniform"])
+def test_the_planned_shape_is_that_of_the_result(counts: str, tmp_path: Path) -> None:
+    model, planned = loaded("olmoe", tmp_path), loaded("olmoe", tmp_path)
+    method: Any = METHODS.build({"method": "reap", "budget": {"parameters": 0.8}, "experts_per_layer": counts})
+    method.apply(model, MethodContext(batches=batches()))
+    assert method.reshape(planned.anatomy, {}) == {}
+    assert block_parameters(planned.anatomy) == block_parameters(model.anatomy)
+    assert method.keeps_plain_shape is (counts == "uniform")
+    size = CalibrationSize(samples=6, seq_len=20, batch_size=3)
+    states = 4 * 120 * HIDDEN
+    assert [method.estimate_resources(planned.anatomy, size, limit) for limit in (None, 2**30, 1000)] == [
+        ResourceEstimate(1.0, states), ResourceEstimate(1.0, states), ResourceEstimate(1.0, 1000)
+    ]  # fmt: skip
 
 
 def test_each_layer_may_keep_another_number_in_artifact_and_engine(tmp_path: Path) -> None:
@@ -215,6 +296,40 @@ def test_merging_averages_by_tokens_and_groups_by_similarity(tmp_path: Path) -> 
     assert group_experts(similarity, np.array([0, 1])) == {0: [2], 1: [3]}
 
 
+def test_experts_without_tokens_count_alike(tmp_path: Path) -> None:
+    first, second = loaded("olmoe", tmp_path).anatomy.mixtures[0].module[:2]
+    mean = (first.up_proj.weight + second.up_proj.weight).detach() / 2
+    merge_experts([first, second], torch.zeros(2), align=False)
+    torch.testing.assert_close(first.up_proj.weight.detach(), mean)
+
+
+@pytest.mark.parametrize("align", [True, False])
+def test_the_experts_that_leave_are_merged_into_those_that_stay(align: bool, tmp_path: Path) -> None:
+    model, oracle = loaded("olmoe", tmp_path), loaded("olmoe", tmp_path)
+    apply(model, "expert-merging", 0.8, align=align)
+    merged = 0
+    for mixture, whole, statistics in zip(
+        model.anatomy.mixtures, oracle.anatomy.mixtures, observed(oracle), strict=True
+    ):
+        assert set(np.argsort(statistics.tokens.numpy())[-mixture.num_experts :].tolist()) == set(mixture.kept)
+        for expert, leader in zip(mixture.module, mixture.kept, strict=True):
+            rest = [index for index in range(EXPERTS) if index not in mixture.kept]
+            members = [i for i in rest if max(mixture.kept, key=lambda k: float(statistics.similarity[i, k])) == leader]
+            group = [leader, *members]
+            experts = [copy.deepcopy(whole.module[index]) for index in group]
+            merge_experts(experts, torch.stack([statistics.tokens[index] for index in group]), align=align)
+            assert all(map(torch.equal, expert.parameters(), experts[0].parameters()))
+            merged += len(members)
+    assert merged > 0
+
+
+def test_experts_of_other_widths_are_not_merged(tmp_path: Path) -> None:
+    model = loaded("mixtral", tmp_path)
+    keep_units(model.network, next(part for part in model.anatomy.parts if part.mixture is not None), list(range(40)))
+    with pytest.raises(ModelError, match=r"the experts of model.layers.0.mlp.experts differ in width"):
+        apply(model, "expert-merging", 0.8)
+
+
 def collapsed(tmp_path: Path) -> Model:
     """Return a mixture whose second router chooses the same two experts for every token."""
     model = loaded("mixtral", tmp_path)
@@ -241,10 +356,13 @@ def test_a_router_that_uses_the_same_experts_for_all_tokens_is_an_error(method: 
 def test_bad_budgets_and_networks(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="a budget of macs has no effect; give one of parameters"):
         METHODS.build({"method": "reap", "budget": {"macs": 0.5}})
+    with pytest.raises(RecipeError, match="experts_per_layer of reap"):
+        METHODS.build({"method": "reap", "budget": {"parameters": 0.5}, "experts_per_layer": "equal"})
     with pytest.raises(BudgetError, match="with no more experts than a token uses in every layer, 63 % of"):
         apply(loaded("mixtral", tmp_path / "a"), "reap", 0.1)
-    with pytest.raises(ModelError, match="this llama network has no mixture of experts"):
-        apply(Model(DENSE["llama"]()), "reap", 0.5)
+    for method in METHOD_NAMES:
+        with pytest.raises(ModelError, match="this llama network has no mixture of experts"):
+            apply(Model(DENSE["llama"]()), method, 0.5)
     model = loaded("mixtral", tmp_path / "b")
     with pytest.raises(ModelError, match="routes each token to 2 experts, so at least as many must stay, not 1"):
         keep_experts(model.network, model.anatomy.mixtures[0], [0])

@@ -97,6 +97,24 @@ def test_all_routing_choices_of_real_tokens_are_counted(name: str, folders: dict
         advance(block_inputs, block)
 
 
+def test_each_batch_is_counted_with_its_own_padding(folders: dict[str, Path]) -> None:
+    """The choices of the router, token by token."""
+    model, data = load(folders["mixtral"]), batches(3)
+    for row, batch in enumerate(data):
+        batch["attention_mask"][row, 20 - 6 * row :] = 0
+    chosen: list[Tensor] = []
+    block_inputs, block = capture_block_inputs(model.anatomy, data), model.anatomy.blocks[0]
+    hook = block.module.mlp.gate.register_forward_hook(lambda _, args, output: chosen.append(output[2]))
+    counts = count_expert_tokens(block_inputs, block)
+    hook.remove()
+    expected = [0] * EXPERTS
+    for index, batch in zip(chosen, data, strict=True):
+        for experts in index[batch["attention_mask"].flatten().bool()].tolist():
+            for expert in experts:
+                expected[expert] += 1
+    assert list(counts.values()) == expected
+
+
 def test_an_expert_sees_the_real_tokens_routed_to_it(folders: dict[str, Path]) -> None:
     """The Hessian of each expert, with padding, against the router's choices."""
     model, data = load(folders["olmoe"]), batches(padded=True)

@@ -16,7 +16,7 @@ from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.checkpoint import Checkpoint
 from smelt.compression.distillation.losses import Labels
 from smelt.compression.methods import token_pruning  # noqa: F401  (puts the methods on the list)
-from smelt.compression.token_pruning.base import TokenPruningStudent
+from smelt.compression.token_pruning.base import TokenPruningRun, TokenPruningStudent
 from smelt.errors import BudgetError, DataError, ModelError, RecipeError
 from smelt.measure.token_cost import count_tokens, text_lengths, token_macs
 from smelt.models.anatomy_builder import anatomy_of
@@ -100,7 +100,8 @@ def test_learned_thresholds_keep_what_decides(ltp: tuple[Model, dict[str, Any]])
     assert accuracy(model.network) > 0.95
     assert facts["text_macs_after"] == pytest.approx(facts["macs_kept"] * facts["text_macs_before"])
     assert facts["tokens_per_layer"] == sorted(facts["tokens_per_layer"], reverse=True)
-    assert len(facts["trials"]) <= 2 and all(trial["macs_kept"] > 0 for trial in facts["trials"])
+    first, second = facts["trials"]
+    assert (first["macs_kept"] > 0.5) == (second["regularization"] > first["regularization"]) and first["macs_kept"] > 0
     assert facts["rule"]["rule"] == "threshold" and len(facts["rule"]["thresholds"]) == 4
     encoder = token_pruning_of(model.network)
     assert encoder is not None and encoder.soft is None
@@ -142,10 +143,41 @@ def test_fixed_counts_meet_the_budget(method: str, keep: float, tmp_path: Path) 
     dense = {"dense_layers": 1} if method == "token-topk" else {}
     model, facts = apply({"method": method, "budget": {"macs": keep}, "epochs": 0, **dense}, tmp_path)
     assert keep - 0.05 < facts["macs_kept"] <= keep
+    assert facts["text_macs_after"] == pytest.approx(facts["macs_kept"] * facts["text_macs_before"])
     counts = count_tokens(model, batches())
     assert all(len(column.unique()) <= 9 for column in counts[:, 1:].T), "the length alone decides"
     if method == "token-topk":
         assert counts[:, 1].equal(counts[:, 0])
+
+
+def test_the_shares_of_fixed_counts() -> None:
+    """Top-k falls linearly after the dense layers, three or 15 %; a ratio is applied in every layer."""
+    ratio: Any = METHODS.build("token-ratio", budget="macs=0.5")
+    assert ratio.fractions(0.5, 4) == (0.5, 0.25, 0.125, 0.0625) and not ratio.sums_layers
+    topk: Any = METHODS.build("token-topk", budget="macs=0.5")
+    assert topk.fractions(0.4, 6) == pytest.approx((1, 1, 1, 0.8, 0.6, 0.4)) and topk.sums_layers
+    assert topk.fractions(0.4, 3) == (1, 1, 1) and topk.fractions(0.4, 40).count(1.0) == 6
+    early: Any = METHODS.build("token-topk", budget="macs=0.5", dense_layers=1)
+    assert early.fractions(0.1, 4) == pytest.approx((1, 0.7, 0.4, 0.1))
+
+
+@pytest.mark.parametrize(("method", "sums_layers"), [("token-topk", True), ("token-ratio", False)])
+def test_the_network_comes_back_ready_for_inference(method: str, sums_layers: bool, tmp_path: Path) -> None:
+    """In its dtype, without dropout, and with the rule that was found."""
+    model = Model(copy.deepcopy(trained()).to(torch.bfloat16).train())
+    step = METHODS.build({"method": method, "budget": {"macs": 0.95}, "epochs": 0})
+    facts = step.apply(model, MethodContext(batches=batches(), folder=tmp_path))
+    assert not any(module.training for module in model.network.modules())
+    assert {parameter.dtype for parameter in model.network.parameters()} == {torch.bfloat16}
+    assert facts["rule"]["sums_layers"] is sums_layers
+
+
+def test_macs_are_counted_on_the_first_sequences(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("smelt.compression.token_pruning.base.COUNTED_SEQUENCES", 40)
+    method: Any = METHODS.build("token-ratio", budget="macs=0.5")
+    data = batches()
+    run = TokenPruningRun(method, Model(copy.deepcopy(trained())), MethodContext(batches=data, folder=tmp_path))
+    assert run.lengths.tolist() == torch.cat([batch["attention_mask"].sum(1) for batch in data[:2]]).tolist()
 
 
 def test_weights_train_with_tokens_dropped(tmp_path: Path) -> None:
@@ -198,6 +230,68 @@ def test_soft_thresholds_scale_hidden_states_and_are_penalized() -> None:
     assert gradient is not None and float(gradient[0]) < 0, "a higher threshold lowers the penalty"
 
 
+def search(checkpoint: Checkpoint | None = None, folder: Path | None = None, **step: Any) -> tuple[Any, dict[str, Any]]:
+    """Search thresholds on few texts; return the network and the facts."""
+    network = copy.deepcopy(trained())
+    method = METHODS.build({"method": "ltp", "budget": "macs=0.5", "batch_size": 32, "epochs": 0, **step})
+    context = MethodContext(batches=batches(64), folder=folder, **({"checkpoint": checkpoint} if checkpoint else {}))
+    facts = method.apply(Model(network), context)
+    encoder = token_pruning_of(network)
+    assert encoder is not None and encoder.soft is None
+    return network, facts
+
+
+def start_of_search(folder: Path, **step: Any) -> tuple[list[float], dict[str, Any]]:
+    """Return the thresholds after a soft training that moves no weight, and the facts."""
+    settings = {"soft_epochs": 1, "regularization": 0.0, "optimizer": {"lr": 1e-9}}
+    _, facts = search(folder=folder, **{**settings, **step})
+    return facts["trials"][0]["thresholds"], facts
+
+
+def test_thresholds_start_on_a_line_and_have_a_learning_rate_of_their_own(tmp_path: Path) -> None:
+    line, length = [0.0, 0.0025, 0.005, 0.0075], float(text_lengths(batches(64)).double().mean())
+    still, facts = start_of_search(tmp_path / "a")
+    assert still == pytest.approx(line, abs=1e-6) and not facts["rule"]["relative"]
+    relative, facts = start_of_search(tmp_path / "b", relative=True)
+    assert relative == pytest.approx([length * value for value in line], abs=1e-4) and facts["rule"]["relative"]
+    assert facts["macs_kept"] <= 0.5
+    moved, _ = start_of_search(tmp_path / "c", threshold_lr=1e-3, regularization=1.0)
+    assert max(after - before for before, after in zip(still, moved, strict=True)) > 5e-4, moved
+
+
+@pytest.mark.parametrize(("keep", "start"), [(0.5, 0.02), (0.97, 0.2)])
+def test_a_shift_of_the_thresholds_meets_the_budget(keep: float, start: float, tmp_path: Path) -> None:
+    """Up or down, as far as it must be; no threshold is negative."""
+    step = {"budget": f"macs={keep}", "final_threshold": start, "regularization": None, "trials": 2}
+    before, facts = start_of_search(tmp_path, **step)
+    after = facts["rule"]["thresholds"]
+    assert keep - 0.03 < facts["macs_kept"] <= keep
+    assert (facts["trials"][0]["macs_kept"] < keep) == (after[3] < before[3]) == (keep == 0.97)
+    assert min(after) >= 0
+    first, second = (trial["regularization"] for trial in facts["trials"])
+    assert (second > first) == (keep == 0.5), "more tokens than allowed take a larger penalty"
+
+
+def test_the_nearest_trial_is_kept_whole_and_resumed(tmp_path: Path) -> None:
+    """The budget is just below what the first trial leaves: the second, with a larger penalty, is farther from it."""
+    step = {
+        "soft_epochs": 3,
+        "optimizer": {"lr": 1e-3},
+        "threshold_lr": 3e-3,
+        "tolerance": 0.0,
+        "final_threshold": 0.05,
+    }
+    _, probe = search(folder=tmp_path / "probe", **step, trials=1)
+    step["budget"] = {"macs": probe["trials"][0]["macs_kept"] - 1e-3}
+    checkpoint = Checkpoint(tmp_path / "cut")
+    one, expected = search(checkpoint, **step, trials=1)
+    assert not torch.equal(one.bert.pooler.dense.weight, trained().bert.pooler.dense.weight), "weights train, too"
+    for again in (Checkpoint(tmp_path / "whole"), checkpoint):
+        two, facts = search(again, **step, trials=2)
+        assert len(facts["trials"]) == 2 and facts["rule"] == expected["rule"]
+        assert all(map(torch.equal, two.state_dict().values(), one.state_dict().values()))
+
+
 def test_an_interrupted_search_ends_with_the_same_weights(tmp_path: Path) -> None:
     step = {**LTP, "soft_epochs": 0.3, "epochs": 0.3, "trials": 2, "tolerance": 0.0}
     expected, facts = apply(step, checkpoint=Checkpoint(tmp_path / "whole"))
@@ -226,6 +320,13 @@ def test_an_interrupted_search_ends_with_the_same_weights(tmp_path: Path) -> Non
 def test_settings_that_cannot_work(step: dict[str, Any], words: str) -> None:
     with pytest.raises(RecipeError, match=words):
         METHODS.build({"method": "ltp", "budget": "macs=0.5", **step})
+
+
+def test_settings_of_top_k_that_cannot_work() -> None:
+    with pytest.raises(RecipeError, match="give a budget of macs"):
+        METHODS.build({"method": "token-topk", "budget": "parameters=0.5"})
+    with pytest.raises(RecipeError, match="dense_layers of token-topk"):
+        METHODS.build({"method": "token-topk", "budget": "macs=0.5", "dense_layers": -1})
 
 
 @pytest.mark.parametrize(

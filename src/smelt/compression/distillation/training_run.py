@@ -24,7 +24,7 @@ from smelt.train.gradients.comm import Comm
 from smelt.train.trainer import checkpoint
 from smelt.train.trainer.config import TrainConfig
 from smelt.train.trainer.distributed import init_distributed
-from smelt.train.trainer.run_folder import RunFolder
+from smelt.train.trainer.run_folder import METADATA, RunFolder
 from smelt.train.trainer.tasks import TrainingTask
 from smelt.train.trainer.trainer import Trainer
 
@@ -52,6 +52,7 @@ def run_training(
             best.load()
         comm.all_gather(torch.zeros(1), "agreement")  # every rank has read what is removed now
         if comm.rank == 0:
+            (folder / METADATA).unlink()  # first, so that what a kill leaves is no run to resume
             shutil.rmtree(folder)
     losses: list[float] = [entry["loss"] for entry in log]
     evaluations = {entry["step"]: entry["evaluation"] for entry in log if "evaluation" in entry}
@@ -132,9 +133,15 @@ class BestCheckpoint:
 
 
 def can_resume(folder: Path, comm: Comm) -> bool:
-    """Return whether there is an unfinished training run; refuse one of another number of workers."""
-    exists = bool(comm.all_gather(torch.tensor([folder.exists()]), "agreement").all())
-    before = RunFolder(folder).read_metadata()["world_size"] if exists else comm.world_size
+    """Return whether there is an unfinished training run; refuse one of another number of workers.
+
+    What a run left that was killed before its first record or while it was removed is deleted.
+    """
+    run = RunFolder(folder)
+    if comm.rank == 0 and not run.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+    exists = bool(comm.all_gather(torch.tensor([run.exists()]), "agreement").all())
+    before = run.read_metadata()["world_size"] if exists else comm.world_size
     if before != comm.world_size:
         raise SmeltError(
             f"the unfinished training in {folder} ran on {before} workers; resume with --workers {before}."

@@ -17,6 +17,7 @@ from torch import Tensor
 from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.pruning.base import Scores, StructuredPruning
 from smelt.errors import ModelError
+from smelt.measure.logits import eval_mode
 from smelt.models.anatomy import Anatomy, Part
 
 
@@ -34,7 +35,6 @@ class Minitron(StructuredPruning):
         if any(part.kind == "channels" or part.mixture is not None for part in anatomy.parts):
             raise ModelError("minitron scores heads and dense FFN channels; use fisher or magnitude for this network.")
 
-    @torch.no_grad()
     def observe(self, anatomy: Anatomy, context: MethodContext) -> list[Tensor]:
         """Return the sum over sequences of the squared mean activation of each unit, one vector per part."""
         network, device = anatomy.network, next(anatomy.network.parameters()).device
@@ -52,17 +52,15 @@ class Minitron(StructuredPruning):
 
         parts = [(part, total) for part, total in zip(anatomy.parts, totals, strict=True) if part.units]
         hooks = [part.output.module.register_forward_pre_hook(hook(part, total)) for part, total in parts]
-        was_training = network.training
-        network.eval()
         try:
-            for batch in context.progress.track(context.batches, "minitron"):
-                inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
-                mask = inputs.get("attention_mask")
-                network(**inputs)
+            with eval_mode(network):
+                for batch in context.progress.track(context.batches, "minitron"):
+                    inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
+                    mask = inputs.get("attention_mask")
+                    network(**inputs)
         finally:
             for handle in hooks:
                 handle.remove()
-            network.train(was_training)
         return totals
 
     def scores(self, anatomy: Anatomy, observations: list[Tensor], context: MethodContext) -> Scores:

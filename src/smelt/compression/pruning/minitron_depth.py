@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from smelt.compression.base import METHODS, CalibrationSize, MethodContext, ResourceEstimate
 from smelt.compression.pruning.depth import DepthPruning
 from smelt.errors import DataError
+from smelt.measure.logits import eval_mode
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
 
@@ -27,22 +27,19 @@ class MinitronDepth(DepthPruning):
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         return ResourceEstimate(passes=float(len(anatomy.blocks) + 1))
 
-    @torch.no_grad()
     def importance(self, model: Model, context: MethodContext) -> np.ndarray:
         """Return the loss without each block minus that of the whole network, [blocks]."""
         if any("labels" not in batch for batch in context.batches):
             raise DataError(f"{self.name} measures the loss, and the data has no labels; name labeled data or text.")
         blocks, network = model.anatomy.blocks, model.network
-        was_training = network.training
-        network.eval()
-        whole, losses = _loss(model, context), []
-        for block in context.progress.track(blocks, self.name):
-            handle = block.module.register_forward_hook(_skip, with_kwargs=True)
-            try:
-                losses.append(_loss(model, context))
-            finally:
-                handle.remove()
-        network.train(was_training)
+        with eval_mode(network):
+            whole, losses = _loss(model, context), []
+            for block in context.progress.track(blocks, self.name):
+                handle = block.module.register_forward_hook(_skip, with_kwargs=True)
+                try:
+                    losses.append(_loss(model, context))
+                finally:
+                    handle.remove()
         return np.array(losses) - whole
 
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from smelt.compression.base import METHODS, Batch, CalibrationSize, MethodContext, ResourceEstimate
 from smelt.compression.pruning.depth import DepthPruning
+from smelt.measure.logits import eval_mode
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
 
@@ -33,27 +34,24 @@ class ShortGpt(DepthPruning):
         return ResourceEstimate(passes=1.0)
 
 
-@torch.no_grad()
 def block_influence(model: Model, context: MethodContext) -> np.ndarray:
     """Return 1 - the mean cosine of input and output of each block over unpadded tokens, [blocks]."""
     blocks, network = model.anatomy.blocks, model.network
-    sums, tokens = torch.zeros(len(blocks), dtype=torch.float64), 0
+    sums, tokens = torch.zeros(2, len(blocks), dtype=torch.float64)
     mask: Tensor | None = None
 
     def add(index: int, x: Tensor, y: Tensor) -> None:
         cosines = F.cosine_similarity(x.double(), y.double(), dim=-1)  # [batch, tokens]
-        sums[index] += float(cosines.sum() if mask is None else (cosines * mask).sum())
+        weights = torch.ones_like(cosines) if mask is None else mask  # an image has no mask
+        sums[index] += float((cosines * weights).sum())
+        tokens[index] += float(weights.sum())
 
-    was_training = network.training
-    network.eval()
-    with _observed(blocks, add):
+    with eval_mode(network), _observed(blocks, add):
         for batch in context.progress.track(context.batches, "shortgpt"):
             inputs = _inputs(batch, model.device)
             mask = inputs.get("attention_mask")
-            tokens += inputs["input_ids"].numel() if mask is None else int(mask.sum())
             network(**inputs)
-    network.train(was_training)
-    return (1 - sums / max(tokens, 1)).numpy()
+    return (1 - sums / tokens.clamp(min=1)).numpy()
 
 
 def _inputs(batch: Batch, device: torch.device) -> Batch:

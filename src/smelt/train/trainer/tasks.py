@@ -30,7 +30,7 @@ from smelt.models.json_file import one_line
 from smelt.models.load import load, resolve
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear
-from smelt.models.tokenizer import load_tokenizer_only
+from smelt.models.tokenizer import load_tokenizer_only, save_tokenizer
 from smelt.train.trainer.config import TrainConfig
 from smelt.train.trainer.dataloader import (
     MapDataset,
@@ -74,7 +74,7 @@ class TrainingTask:
         with quiet_transformers():
             self.network.save_pretrained(folder)
             if self.tokenizer is not None:
-                self.tokenizer.save_pretrained(folder)
+                save_tokenizer(self.tokenizer, folder)
 
 
 def build_task(config: TrainConfig) -> TrainingTask:
