@@ -23,9 +23,9 @@ from pathlib import Path
 
 import torch
 from cifar_resnet import PROCESSOR, write_model
-from common import previous_rows, table, write
-from qat_cifar import images, train_dense
-from qat_runs import Row, add_options, mean_and_seeds, run_cells, train_cells
+from common import table
+from qat_cifar import accuracy, images, train_dense
+from qat_runs import Grid, Row, add_options, flags, mean_and_seeds, train_cells, work_folder
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from train_runs import cifar10
@@ -52,6 +52,7 @@ SOURCES = {
 }
 ITERATIONS_SHARE = {2: 1.0, 4: 0.5}  # of --iterations: fewer decide at 4 bits
 BATCH_SIZE, LR, ACTIVATION_LR = 32, 2e-2, 1e-3
+TEST_BATCH = 500
 MATCHED_BATCH = 256  # images whose statistics are matched together
 
 
@@ -60,41 +61,15 @@ def main() -> None:
     if options.cells is not None:
         train_cells(options.cells, lambda cell: run_cell(cell, options))
         return
-    with tempfile.TemporaryDirectory() as temporary:
-        options.folder = options.folder or Path(temporary)
-        options.folder.mkdir(parents=True, exist_ok=True)
-        if not (options.folder / "cifar10.npz").exists():
-            cifar10(options.folder)
-        names = (
-            "device",
-            "folder",
-            "images",
-            "iterations",
-            "generator-steps",
-            "dense-epochs",
-            "sampling-steps",
-            "test",
-        )
-        flags = [text for name in names for text in (f"--{name}", str(getattr(options, name.replace("-", "_"))))]
-        flags += ["--smoke"] * options.smoke + ["--small-generator"] * options.small_generator
-        rows = previous_rows(options.name, options.resume)
-        done = {key(row) for row in rows}
+    with work_folder(options):
+        cifar10(options.folder)
+        sizes = ("images", "iterations", "generator_steps", "dense_epochs", "sampling_steps", "test")
+        grid = Grid(__file__, options, flags(options, *sizes, "smoke", "small_generator"), key, text)
         networks = [{"row": "float"}, {"row": "generator"}]
-        missing = [[cell] for cell in networks if not (options.folder / cell["row"]).exists()]
-        for row in run_cells(__file__, missing, options.jobs, flags):
-            rows = [*(other for other in rows if other["row"] != row["row"]), row]
+        grid.prepare([cell for cell in networks if not (options.folder / cell["row"]).exists()])
         sets = [{"row": "images", "source": source, "seed": seed} for seed in options.seeds for source in SOURCES]
-        parts = [[cell] for cell in sets if not images_file(cell, options).exists()]
-        for row in run_cells(__file__, parts, options.jobs, flags):
-            rows = [*(other for other in rows if key(other) != key(row)), row]
-        missing_cells = [cell for cell in grid(options) if key(cell) not in done]
-        jobs = [part for index in range(options.jobs) if (part := missing_cells[index :: options.jobs])]
-        for row in run_cells(__file__, jobs, options.jobs, flags):
-            rows.append(row)
-            if not options.smoke:
-                write(options.name, rows, text(rows, options))
-        if options.smoke:
-            print(text(rows, options))
+        grid.prepare([cell for cell in sets if not images_file(cell, options).exists()])
+        grid.run(grid.missing(cells(options)))
 
 
 def read_options() -> argparse.Namespace:
@@ -118,13 +93,13 @@ def read_options() -> argparse.Namespace:
     return options
 
 
-def grid(options: argparse.Namespace) -> list[Row]:
-    cells = [
+def cells(options: argparse.Namespace) -> list[Row]:
+    trained = [
         {"row": "quantized", "source": source, "method": method, "bits": bits, "seed": seed}
         for bits in options.bits for seed in options.seeds for source in SOURCES for method in METHOD_NAMES
     ]  # fmt: skip
     nearest = {"row": "quantized", "source": "real images", "method": NEAREST}
-    return [{**nearest, "bits": bits, "seed": seed} for bits in options.bits for seed in options.seeds] + cells
+    return [{**nearest, "bits": bits, "seed": seed} for bits in options.bits for seed in options.seeds] + trained
 
 
 def key(row: Row) -> tuple[str, ...]:
@@ -143,14 +118,14 @@ def run_cell(cell: Row, options: argparse.Namespace) -> Row:
 def float_cell(cell: Row, options: argparse.Namespace) -> Row:
     """Train the published network on the lossy copies."""
     model = load(str(write_model(options.folder / "published")), device=options.device)
-    before = accuracy(model, options)
+    before = accuracy(model, options, options.test, TEST_BATCH)
     if options.dense_epochs:
         training = argparse.Namespace(device=options.device, epochs=options.dense_epochs, compile=False)
         train_dense(model, images(options.folder, "train", options.device), training)
     folder = options.folder / "float"
     model.network.save_pretrained(folder)
     model.image_processor.save(folder)
-    return {"published_accuracy": before, "accuracy": accuracy(model, options)}
+    return {"published_accuracy": before, "accuracy": accuracy(model, options, options.test, TEST_BATCH)}
 
 
 def generator_cell(cell: Row, options: argparse.Namespace) -> Row:
@@ -218,8 +193,9 @@ def quantized_cell(cell: Row, options: argparse.Namespace) -> Row:
     test = images(options.folder, "test", options.device, min(options.test, 2048))["pixel_values"]
     real, calibration = (last_block_loss(original, model, part) for part in (test, values.to(options.device)))
     return {
-        "accuracy": accuracy(model, options), "real_loss": real, "calibration_loss": calibration,
-        "block_errors": errors, "updates": updates, "bits_per_weight": facts["bits_per_weight"],
+        "accuracy": accuracy(model, options, options.test, TEST_BATCH), "real_loss": real,
+        "calibration_loss": calibration, "block_errors": errors, "updates": updates,
+        "bits_per_weight": facts["bits_per_weight"],
     }  # fmt: skip
 
 
@@ -248,24 +224,17 @@ def last_block_loss(original: Model, model: Model, values: Tensor) -> float:
     return sum(losses) / len(values)
 
 
-@torch.no_grad()
-def accuracy(model: Model, options: argparse.Namespace) -> float:
-    test = images(options.folder, "test", options.device, options.test)
-    parts = zip(test["pixel_values"].split(500), test["labels"].split(500), strict=True)
-    return sum(int((model.network(x).logits.argmax(-1) == y).sum()) for x, y in parts) / len(test["labels"])
-
-
 def text(rows: list[Row], options: argparse.Namespace) -> str:
     quantized = [row for row in rows if row["row"] == "quantized"]
     dense, generator = (next((row for row in rows if row["row"] == name), {}) for name in ("float", "generator"))
     order = [*METHOD_NAMES, NEAREST]
     quantized.sort(key=lambda row: (row["bits"], order.index(row["method"]), list(SOURCES).index(row["source"])))
-    cells = []
+    lines = []
     for bits, method, source in dict.fromkeys((row["bits"], row["method"], row["source"]) for row in quantized):
         matching = [row for row in quantized if (row["bits"], row["method"], row["source"]) == (bits, method, source)]
         same = sorted(matching, key=lambda row: row["seed"])
         gaps = [row["real_loss"] - row["calibration_loss"] for row in same]
-        cells.append([
+        lines.append([
             f"W{bits}A4", method, source, *mean_and_seeds([100 * row["accuracy"] for row in same]),
             f"{statistics.mean(row['calibration_loss'] for row in same):.2f}",
             f"{statistics.mean(row['real_loss'] for row in same):.2f}",
@@ -273,7 +242,7 @@ def text(rows: list[Row], options: argparse.Namespace) -> str:
         ])  # fmt: skip
     headings = ["bits", "method", "calibration images", "accuracy, %", "by seed", "loss on them", "loss on test images",
                 "gap", "by seed"]  # fmt: skip
-    missing = len(grid(options)) - len(quantized)
+    missing = len(cells(options)) - len(quantized)
     cut = f" {missing} rows are missing: the run was cut off." if missing > 0 else ""
     float_line = (
         f"Float: {100 * dense.get('accuracy', 0):.2f} % after {options.dense_epochs:g} epochs on the copies, "
@@ -286,7 +255,7 @@ def text(rows: list[Row], options: argparse.Namespace) -> str:
         f"steps. {options.images:,} calibration images in batches of {BATCH_SIZE}; {options.iterations:,} updates per "
         f"block at 2 bits, half as many at 4 and for the activations of BRECQ. First convolution and classifier stay "
         f"in float, batch norms are folded. Losses are squared errors of the last block's output.{cut}\n\n"
-        + table(headings, cells)
+        + table(headings, lines)
     )
 
 

@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 from cifar_resnet import write_model
-from common import minilm_sst2, previous_rows, table, write
+from common import minilm_sst2, table
 from finetune_glue import glue_rows
-from qat_cifar import images
-from qat_runs import Row, add_options, mean_and_seeds, run_cells, train_cells
+from qat_cifar import accuracy, images
+from qat_runs import Grid, Row, add_options, flags, mean_and_seeds, train_cells, work_folder
 from train_runs import cifar10
 
 from smelt.compression.base import MethodContext
@@ -60,31 +60,17 @@ def main() -> None:
     if options.cells is not None:
         train_cells(options.cells, lambda cell: run_cell(cell, options))
         return
-    with tempfile.TemporaryDirectory() as temporary:
-        options.folder = options.folder or Path(temporary)
-        options.folder.mkdir(parents=True, exist_ok=True)
-        if not (options.folder / "cifar10.npz").exists():
-            cifar10(options.folder)
-        rows = previous_rows(options.name, options.resume)
-        flags = ["--device", options.device, "--folder", str(options.folder), "--budget", str(options.budget)]
-        for name in ("images", "texts", "dense_epochs", "epochs", "probes", "calibration"):
-            flags += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-        flags += ["--smoke"] * options.smoke
+    with work_folder(options):
+        cifar10(options.folder)
+        sizes = ("budget", "images", "texts", "dense_epochs", "epochs", "probes", "calibration")
+        grid = Grid(__file__, options, flags(options, *sizes, "smoke"), key, text)
         dense = [{"network": network, "row": DENSE, "seed": 0} for network in options.networks]
-        missing = [cell for cell in dense if not (options.folder / cell["network"] / "smelt.json").exists()]
-        for row in run_cells(__file__, [[cell] for cell in missing], options.jobs, flags):
-            rows = [*(other for other in rows if key(other) != key(row)), row]
-        done = {key(row) for row in rows}
+        grid.prepare([cell for cell in dense if not (options.folder / cell["network"] / "smelt.json").exists()])
         cells = [
             {"network": network, "row": name, "seed": seed}
             for network in reversed(options.networks) for seed in options.seeds for name in options.rows
-            if (network, name, seed) not in done
         ]  # fmt: skip
-        parts = [part for index in range(options.jobs) if (part := cells[index :: options.jobs])]
-        for row in run_cells(__file__, parts, options.jobs, flags):
-            rows.append(row)
-            if not options.smoke:
-                write(options.name, rows, text(rows, options))
+        grid.run(grid.missing(cells))
 
 
 def read_options() -> argparse.Namespace:
@@ -209,9 +195,7 @@ def score(model: Model, network: str, options: argparse.Namespace) -> float:
         limit = 64 if options.smoke else None
         dev = glue_rows("sst2", "dev")
         return evaluate_task(model, dev, metric="accuracy", max_length=MAX_LENGTH, batch_size=64, limit=limit).value
-    test = images(options.folder, "test", options.device, 64 if options.smoke else None)
-    parts = zip(test["pixel_values"].split(1000), test["labels"].split(1000), strict=True)
-    return sum(int((model.network(x).logits.argmax(-1) == y).sum()) for x, y in parts) / len(test["labels"])
+    return accuracy(model, options, 64 if options.smoke else None)
 
 
 @torch.no_grad()

@@ -28,8 +28,8 @@ import time
 from pathlib import Path
 
 import torch
-from common import previous_rows, shared, table, write
-from qat_runs import Row, add_options, run_cells, train_cells
+from common import shared, table
+from qat_runs import Grid, Row, add_options, flags, train_cells, work_folder
 
 from smelt.compression.base import MethodContext
 from smelt.compression.distillation.losses import Labels
@@ -86,28 +86,15 @@ def main() -> None:
     if options.cells is not None:
         train_cells(options.cells, lambda cell: run_cell(cell, options))
         return
-    with tempfile.TemporaryDirectory() as temporary:
-        options.folder = options.folder or Path(temporary)
-        options.folder.mkdir(parents=True, exist_ok=True)
+    with work_folder(options):
         for name in options.texts:
             write_text(options.folder, name, 50_000 if options.smoke else None)
-        names = ("size", "context", "batch_size", "steps", "prune_steps", "windows", "limit", "device", "folder")
-        flags = [part for name in names for part in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
-        rows = [] if options.smoke else previous_rows(options.name, options.resume)
-        done = {key(row) for row in rows}
+        sizes = ("size", "context", "batch_size", "steps", "prune_steps", "windows", "limit")
+        grid = Grid(__file__, options, flags(options, *sizes), key, text)
         dense = [cell for cell in cells(options) if cell["row"] == DENSE]
-        untrained = [
-            cell for cell in dense if not (source(cell, options) / "config.json").exists() or key(cell) not in done
-        ]
-        others = [cell for cell in cells(options) if cell["row"] != DENSE and key(cell) not in done]
-        for missing in (untrained, others):
-            parts = [part for index in range(options.jobs) if (part := missing[index :: options.jobs])]
-            for row in run_cells(__file__, parts, options.jobs, flags):
-                rows = [*(other for other in rows if key(other) != key(row)), row]
-                if not options.smoke:
-                    write(options.name, rows, text(rows, options))
-        if options.smoke:
-            print(text(rows, options))
+        missing = grid.missing(dense)
+        grid.run([cell for cell in dense if cell in missing or not (source(cell, options) / "config.json").exists()])
+        grid.run(grid.missing([cell for cell in cells(options) if cell["row"] != DENSE]))
 
 
 def read_options() -> argparse.Namespace:

@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import minilm_sst2, previous_rows, table, write
+from common import minilm_sst2, table
 from finetune_glue import TASKS, fine_tune, glue_rows, with_head
-from qat_runs import Row, add_options, mean_and_seeds, run_cells, train_cells
+from qat_runs import Grid, Row, add_options, flags, mean_and_seeds, run_cells, train_cells, work_folder
 from torch.nn import functional as F
 
 from smelt.compression.base import MethodContext
@@ -63,34 +63,23 @@ def main() -> None:
     if options.cells is not None:
         train_cells(options.cells, lambda cell: run_cell(cell, options))
         return
-    with tempfile.TemporaryDirectory() as temporary:
-        options.folder = options.folder or Path(temporary)
-        flags = ["--device", options.device, "--folder", str(options.folder), "--rows", str(options.rows)]
-        flags += ["--smoke"] * options.smoke + ["--no-latency"] * options.no_latency
-        flags += ["--latency-only"] * options.latency_only
-        flags += ["--batch-size", str(options.batch_size), "--threshold-lr", str(options.threshold_lr)]
-        rows = previous_rows(options.name, options.resume or options.latency_only)
+    with work_folder(options):
+        names = ("rows", "batch_size", "threshold_lr", "smoke", "no_latency", "latency_only")
+        options.resume |= options.latency_only
+        grid = Grid(__file__, options, flags(options, *names), key, text)
         floats = [{"task": task, "row": FLOAT, "budget": 1.0, "seed": 0} for task in options.tasks]
         if options.latency_only:
-            timed = [*floats, *(cell for cell in grid(options) if cell["seed"] == options.seeds[0])]
-            for row in run_cells(__file__, [timed], 1, flags):
-                rows = [{**other, **row} if key(other) == key(row) else other for other in rows]
-                write(options.name, rows, text(rows, options))
+            timed = [*floats, *(cell for cell in cells(options) if cell["seed"] == options.seeds[0])]
+            for row in run_cells(__file__, [timed], 1, grid.flags):
+                grid.rows = [{**other, **row} if key(other) == key(row) else other for other in grid.rows]
+                grid.write()
             return
-        kept = {task for task in options.tasks if (options.folder / model_name(floats[0] | {"task": task})).exists()}
-        for row in run_cells(__file__, [[cell] for cell in floats if cell["task"] not in kept], options.jobs, flags):
-            rows = [*(other for other in rows if key(other) != key(row)), row]
-        done = {key(row) for row in rows}
-        missing = [cell for cell in grid(options) if key(cell) not in done]
+        grid.prepare([cell for cell in floats if not (options.folder / model_name(cell)).exists()])
+        missing = grid.missing(cells(options))
         for first in (True, False):  # the first seed finds the lambdas of the others
-            cells = [with_lambda(cell, rows) for cell in missing if (cell["seed"] == options.seeds[0]) == first]
-            cells.sort(key=lambda cell: (cell["row"] != LTP, cell["task"] != "sst2"))  # the longest first
-            for row in run_cells(__file__, [[cell] for cell in cells], options.jobs, flags):
-                rows.append(row)
-                if not options.smoke:
-                    write(options.name, rows, text(rows, options))
-        if options.smoke:
-            print(text(rows, options))
+            part = [with_lambda(cell, grid.rows) for cell in missing if (cell["seed"] == options.seeds[0]) == first]
+            part.sort(key=lambda cell: (cell["row"] != LTP, cell["task"] != "sst2"))  # the longest first
+            grid.run(part, own_process=True)
 
 
 def read_options() -> argparse.Namespace:
@@ -113,7 +102,7 @@ def read_options() -> argparse.Namespace:
     return options
 
 
-def grid(options: argparse.Namespace) -> list[Row]:
+def cells(options: argparse.Namespace) -> list[Row]:
     return [
         {"task": task, "row": method, "budget": budget, "seed": seed}
         for seed in options.seeds for task in options.tasks for budget in options.budgets for method in METHOD_NAMES
@@ -254,24 +243,24 @@ def text(rows: list[Row], options: argparse.Namespace) -> str:
     rows = sorted(rows, key=lambda row: (row["task"], -row["budget"], order.index(row["row"]), row["seed"]))
     timed = [name for row in rows for name in row.get("latency", {})]
     columns = list(dict.fromkeys(timed))
-    cells = []
+    lines = []
     for task, budget, method in dict.fromkeys((row["task"], row["budget"], row["row"]) for row in rows):
         same = [row for row in rows if (row["task"], row["budget"], row["row"]) == (task, budget, method)]
         macs = statistics.mean(row["dev_macs"] for row in same)
-        cells.append([
+        lines.append([
             task, same[0]["metric"], method, f"{budget:g}", f"{macs:.2f}",
             *mean_and_seeds([100 * row["value"] for row in same]),
             *(_speed([row["latency"][name] for row in same if name in row.get("latency", {})]) for name in columns),
         ])  # fmt: skip
     headings = ["task", "metric", "method", "budget", "MACs on dev", "mean", "by seed", *columns]
-    missing = len(options.tasks) + len(grid(options)) - len(rows)
+    missing = len(options.tasks) + len(cells(options)) - len(rows)
     return (
         f"# Token pruning of MiniLM-L6 on GLUE\n\nUp to {options.rows} training texts, batches of "
         f"{options.batch_size}, lr {LR:g} (thresholds {options.threshold_lr:g}, on relative importance), labels and "
         "the float network's logits; top-k keeps all tokens in the first layer. Times: CPU, one thread, ms per text "
         "and speedup over all tokens."
         + (f" {missing} rows are missing." if missing > 0 else "")
-        + "\n\n" + table(headings, cells)
+        + "\n\n" + table(headings, lines)
     )  # fmt: skip
 
 

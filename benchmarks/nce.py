@@ -16,16 +16,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from cifar_resnet import PROCESSOR, write_model
-from common import previous_rows, table, write
-from qat_cifar import images, train_dense
-from qat_runs import Row, add_options, apply_step, mean_and_seeds, run_cells, train_cells
+from common import table
+from qat_cifar import accuracy, images, train_dense
+from qat_runs import Grid, Row, add_options, apply_step, flags, mean_and_seeds, train_cells, work_folder
 from torch import Tensor
 from train_runs import cifar10
 
@@ -50,29 +49,16 @@ def main() -> None:
     if options.cells is not None:
         train_cells(options.cells, lambda cell: train_row(cell, options))
         return
-    with tempfile.TemporaryDirectory() as temporary:
-        options.folder = options.folder or Path(temporary)
-        options.folder.mkdir(parents=True, exist_ok=True)
-        if not (options.folder / "cifar10.npz").exists():
-            cifar10(options.folder)
-        rows = previous_rows(options.name, options.resume)
-        flags = ["--device", options.device, "--folder", str(options.folder)] + ["--smoke"] * options.smoke
-        for name in ("epochs", "images", "search_epochs", "search_images"):
-            flags += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-        dense = {"row": DENSE, "seed": 0}
+    with work_folder(options):
+        cifar10(options.folder)
+        sizes = ("epochs", "images", "search_epochs", "search_images")
+        grid = Grid(__file__, options, flags(options, *sizes, "smoke"), key, text)
         if not (options.folder / DENSE).exists():  # a resumed run may have another folder
-            trained = list(run_cells(__file__, [[dense]], 1, flags))
-            rows = rows if key(dense) in map(key, rows) else [*rows, *trained]
-        done = set(map(key, rows))
-        cells = [{"row": name, "seed": seed} for seed in options.seeds for name in reversed(ROWS)]
-        missing = [cell for cell in cells if key(cell) not in done]
-        parts = [part for index in range(options.jobs) if (part := missing[index :: options.jobs])]
-        for row in run_cells(__file__, parts, options.jobs, flags):
-            rows.append(row)
-            keep(rows, options)
-        for row, times in zip(rows, measure_times(rows, options), strict=True):
+            grid.prepare([{"row": DENSE, "seed": 0}])
+        grid.run(grid.missing([{"row": name, "seed": seed} for seed in options.seeds for name in reversed(ROWS)]))
+        for row, times in zip(grid.rows, measure_times(grid.rows, options), strict=True):
             row |= times
-        keep(rows, options)
+        grid.write()
 
 
 def read_options() -> argparse.Namespace:
@@ -94,14 +80,6 @@ def read_options() -> argparse.Namespace:
 
 def key(row: Row) -> tuple[str, int]:
     return row["row"], row["seed"]
-
-
-def keep(rows: list[Row], options: argparse.Namespace) -> None:
-    """Write the results; only show those of a smoke run."""
-    if options.smoke:
-        print(text(rows, options))
-    else:
-        write(options.name, rows, text(rows, options))
 
 
 def model_folder(cell: Row, options: argparse.Namespace) -> Path:
@@ -131,7 +109,8 @@ def train_row(cell: Row, options: argparse.Namespace) -> Row:
         save_artifact(model, model_folder(cell, options))
     work = Workload(image_size=32)
     return {
-        **cell, "accuracy": accuracy(model, options), "seconds": time.monotonic() - begun,
+        **cell, "accuracy": accuracy(model, options, 200 if options.smoke else None),
+        "seconds": time.monotonic() - begun,
         "macs": block_macs(model.anatomy, work), "parameters": block_parameters(model.anatomy),
         "bytes": count_bytes(model.network), **facts,
     }  # fmt: skip
@@ -158,13 +137,6 @@ def training(epochs: float) -> Row:
         "method": "qat", **QUANTIZERS, "epochs": epochs, "batch_size": 256, "optimizer": optimizer, "augment": True,
         "max_grad_norm": None, "select": "last",
     }  # fmt: skip
-
-
-@torch.no_grad()
-def accuracy(model: Model, options: argparse.Namespace) -> float:
-    test = images(options.folder, "test", options.device, 200 if options.smoke else None)
-    parts = zip(test["pixel_values"].split(1000), test["labels"].split(1000), strict=True)
-    return sum(int((model.network(x).logits.argmax(-1) == y).sum()) for x, y in parts) / len(test["labels"])
 
 
 @torch.inference_mode()

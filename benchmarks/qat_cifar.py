@@ -66,8 +66,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         options.folder = options.folder or Path(temporary)
         options.folder.mkdir(parents=True, exist_ok=True)
-        if not (options.folder / "cifar10.npz").exists():
-            cifar10(options.folder)
+        cifar10(options.folder)
         rows = previous_rows(options.name, options.resume)
         done = {key(row) for row in rows}
         dense = {"row": "dense", "bits": 32, "seed": 0}
@@ -151,9 +150,10 @@ def train_dense(model: Model, batch: dict[str, Tensor], options: argparse.Namesp
 
 
 @torch.no_grad()
-def accuracy(model: Model, options: argparse.Namespace) -> float:
-    test = images(options.folder, "test", options.device)
-    parts = zip(test["pixel_values"].split(1000), test["labels"].split(1000), strict=True)
+def accuracy(model: Model, options: argparse.Namespace, count: int | None = None, batch_size: int = 1000) -> float:
+    """Return the accuracy on so many test images, by default all."""
+    test = images(options.folder, "test", options.device, count)
+    parts = zip(test["pixel_values"].split(batch_size), test["labels"].split(batch_size), strict=True)
     return sum(int((model.network(x).logits.argmax(-1) == y).sum()) for x, y in parts) / len(test["labels"])
 
 

@@ -1,7 +1,7 @@
 """Quantization-aware training of MiniLM-L6 on GLUE: ternary and 2-bit weights with int8 activations.
 
     PYTHONPATH=src:benchmarks python benchmarks/qat_glue.py [--device cuda] [--steps 300] [--jobs 8] [--seeds 0 1]
-    PYTHONPATH=src:benchmarks python benchmarks/qat_glue.py --smoke --device cpu --jobs 1 --name smoke
+    PYTHONPATH=src:benchmarks python benchmarks/qat_glue.py --smoke --device cpu --jobs 1
 
 Each row adds a term to the loss against the float network, which is the teacher and the start of the student: its
 predictions, the hidden states, and attention maps, outputs, or scores and outputs. The last trained row has the losses
@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import minilm_sst2, previous_rows, table, write
+from common import minilm_sst2, table
 from finetune_glue import TASKS, fine_tune, glue_rows, with_head
-from qat_runs import Row, add_options, apply_step, mean_and_seeds, run_cells, train_cells
+from qat_runs import Grid, Row, add_options, apply_step, flags, mean_and_seeds, train_cells, work_folder
 
 from smelt.compression.distillation.network_training import VALIDATION
 from smelt.data import Batch, labeled_batches
@@ -59,20 +57,10 @@ def main() -> None:
     if options.cells is not None:
         train_cells(options.cells, lambda cell: train_cell(cell, options))
         return
-    with tempfile.TemporaryDirectory() as temporary:
-        options.folder = options.folder or Path(temporary)
-        flags = ["--device", options.device, "--folder", str(options.folder)]
-        flags += ["--steps", str(options.steps), "--rows", str(options.rows)] + ["--smoke"] * options.smoke
-        rows = previous_rows(options.name, options.resume)
-        tuning = [{"task": task, "weights": "float", "row": FLOAT, "seed": 0} for task in options.tasks]
-        for row in run_cells(__file__, [[cell] for cell in tuning], options.jobs, flags):
-            rows = [*(other for other in rows if key(other) != key(row)), row]
-        done = {key(row) for row in rows}
-        missing = [cell for cell in grid(options) if key(cell) not in done]
-        parts = [part for index in range(options.jobs) if (part := missing[index :: options.jobs])]
-        for row in run_cells(__file__, parts, options.jobs, flags):
-            rows.append(row)
-            write(options.name, rows, text(rows, options))
+    with work_folder(options):
+        grid = Grid(__file__, options, flags(options, "steps", "rows", "smoke"), key, text)
+        grid.prepare([{"task": task, "weights": "float", "row": FLOAT, "seed": 0} for task in options.tasks])
+        grid.run(grid.missing(cells(options)))
 
 
 def read_options() -> argparse.Namespace:
@@ -91,7 +79,7 @@ def read_options() -> argparse.Namespace:
     return options
 
 
-def grid(options: argparse.Namespace) -> list[Row]:
+def cells(options: argparse.Namespace) -> list[Row]:
     """Return the cells; post-training has one seed, since nothing is shuffled."""
     return [
         {"task": task, "weights": weights, "row": name, "seed": seed}
@@ -166,25 +154,25 @@ def settings(cell: Row, options: argparse.Namespace) -> Row:
 
 def text(rows: list[Row], options: argparse.Namespace) -> str:
     rows = sorted(rows, key=lambda row: (row["task"], row["weights"], [FLOAT, *NAMES].index(row["row"]), row["seed"]))
-    cells = []
+    lines = []
     for task, weights, name in dict.fromkeys((row["task"], row["weights"], row["row"]) for row in rows):
         same = [row for row in rows if (row["task"], row["weights"], row["row"]) == (task, weights, name)]
         errors = [f"{row['conversion_error']:.0e}" for row in same if "conversion_error" in row]
         losses = [row["final_loss"] for row in same if "final_loss" in row]
-        cells.append([
+        lines.append([
             task, same[0]["metric"], weights, name, *mean_and_seeds([100 * row["value"] for row in same]),
             f"{statistics.mean(losses):.3f}" if losses else "", ", ".join(steps_to_reach(rows, same)),
             max(errors, key=float) if errors else "", f"{statistics.mean(row['seconds'] for row in same):.0f}",
         ])  # fmt: skip
     headings = ["task", "metric", "weights", "method", "mean", "by seed", "final loss"]
     headings += ["steps to the loss of plain QAT", "packed differs by", "seconds"]
-    total = len(options.tasks) + len(grid(options))
+    total = len(options.tasks) + len(cells(options))
     missing = "" if len(rows) >= total else f" {len(rows)} of {total} rows: the run was cut off."
     return (
         f"# QAT of MiniLM-L6 on GLUE\n\n{options.steps} steps of {BATCH_SIZE} texts, AdamW with lr {LR:g}, warmup and "
         f"a cosine; int8 activations; {options.jobs} cells at a time on {options.device}. The loss of a row is the sum "
         f"of its terms. Steps to the loss of plain QAT: when the mean loss of {WINDOW} steps is first below the final "
-        f"loss of `{PLAIN}`, by seed.{missing}\n\n" + table(headings, cells)
+        f"loss of `{PLAIN}`, by seed.{missing}\n\n" + table(headings, lines)
     )
 
 

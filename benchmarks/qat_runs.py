@@ -1,7 +1,7 @@
 """Shared by the benchmarks of quantization-aware training: cells of a grid are trained in processes, side by side.
 
-A script calls `run_cells` for its grid and `train_cells` where it is started with `--cells`; where every cell is a
-process of its own that is started with `--cell`, it calls `run_cell`.
+A script calls `run_cells` for its cells, or `Grid` for those that have no row yet, and `train_cells` where it is
+started with `--cells`; where every cell is a process of its own that is started with `--cell`, it calls `run_cell`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Queue
 from typing import Any
 
 import torch
+from common import previous_rows, write
 
 from smelt.compression.base import MethodContext
 from smelt.compression.methods import METHODS
@@ -41,6 +44,74 @@ def add_options(parser: argparse.ArgumentParser, name: str, seeds: Sequence[int]
     parser.add_argument("--folder", type=Path, help="for unquantized networks and data; kept if given")
     parser.add_argument("--name", default=name, help="of the results file")
     parser.add_argument("--cells", help=argparse.SUPPRESS)  # train these in this process
+
+
+@contextmanager
+def work_folder(options: argparse.Namespace) -> Iterator[None]:
+    """Make `--folder`, or a temporary one that is removed at the end."""
+    with tempfile.TemporaryDirectory() as temporary:
+        options.folder = options.folder or Path(temporary)
+        options.folder.mkdir(parents=True, exist_ok=True)
+        yield
+
+
+def flags(options: argparse.Namespace, *names: str) -> list[str]:
+    """Return the flags that give a script the same options, `device` and `folder` among them, in another process."""
+    values = {name: getattr(options, name) for name in ("device", "folder", *names)}
+    spelled = {f"--{name.replace('_', '-')}": value for name, value in values.items() if value is not False}
+    return [part for flag, value in spelled.items() for part in ([flag] if value is True else [flag, str(value)])]
+
+
+@dataclass
+class Grid:
+    """The rows of a script's results file, which grows as the cells without a row are computed.
+
+    `flags` are those of the processes, `key` tells the cell of a row, `text` writes the page of the results.
+    """
+
+    script: str
+    options: argparse.Namespace
+    flags: Sequence[str]
+    key: Callable[[Row], Hashable]
+    text: Callable[[list[Row], argparse.Namespace], str]
+    rows: list[Row] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = previous_rows(self.options.name, self.options.resume and not self.options.smoke)
+
+    def missing(self, cells: Sequence[Row]) -> list[Row]:
+        """Return the cells that have no row."""
+        done = {self.key(row) for row in self.rows}
+        return [cell for cell in cells if self.key(cell) not in done]
+
+    def prepare(self, cells: Sequence[Row]) -> None:
+        """Compute what other cells start from, such as a float network; it may be lost while its row is kept."""
+        for row in run_cells(self.script, [[cell] for cell in cells], self.options.jobs, self.flags):
+            self._add(row)
+
+    def run(self, cells: Sequence[Row], *, own_process: bool = False) -> None:
+        """Compute cells and write the results after each; show them only, at the end, if this is a smoke run.
+
+        Each of the `--jobs` processes takes its share of the cells, unless every cell gets a process of its own.
+        """
+        jobs = len(cells) if own_process else self.options.jobs
+        parts = [part for index in range(jobs) if (part := cells[index::jobs])]
+        for row in run_cells(self.script, parts, self.options.jobs, self.flags):
+            self._add(row)
+            if not self.options.smoke:
+                self.write()
+        if self.options.smoke and cells:
+            self.write()
+
+    def write(self) -> None:
+        """Write the results; only show those of a smoke run."""
+        if self.options.smoke:
+            print(self.text(self.rows, self.options))
+        else:
+            write(self.options.name, self.rows, self.text(self.rows, self.options))
+
+    def _add(self, row: Row) -> None:
+        self.rows = [*(other for other in self.rows if self.key(other) != self.key(row)), row]
 
 
 def run_cells(script: str, parts: Sequence[Sequence[Row]], jobs: int, flags: Sequence[str]) -> Iterator[Row]:

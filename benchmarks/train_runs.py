@@ -106,8 +106,10 @@ def wikitext2(folder: Path, megabytes: float) -> tuple[Path, Path]:
 
 
 def cifar10(folder: Path) -> Path:
-    """Write CIFAR-10 as pixels into one file; `shared` holds JPEG copies, which Pillow reads."""
+    """Write CIFAR-10 as pixels into one file, if it is not there; `shared` holds JPEG copies, which Pillow reads."""
     path = folder / "cifar10.npz"
+    if path.exists():
+        return path
     arrays = {}
     for part in ("train", "test"):
         with np.load(shared() / "data" / "cifar10_jpeg" / f"{part}.npz", allow_pickle=False) as packed:
