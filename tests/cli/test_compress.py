@@ -20,7 +20,10 @@ from tests.cli.conftest import Done, Place, Smelt, bert_recipe, llama_recipe, sa
 
 PRUNING = [name for name, cls in METHODS.items() if issubclass(cls, StructuredPruning)]
 REPAIRS = [(name, repair) for name in PRUNING for repair in ("none", "tune", "full")] + [("flap", "bias")]
-QUICK = {"omniquant": {"epochs": 1}, "flexround": {"iterations": 4}, "spinquant": {"steps": 2}}
+QUICK: dict[str, dict[str, int]] = {
+    "omniquant": {"epochs": 1}, "flexround": {"iterations": 4}, "spinquant": {"steps": 2},
+    "brecq": {"iterations": 4, "activation_iterations": 4},
+}  # fmt: skip
 QUANTIZERS = [name for name, cls in METHODS.items() if issubclass(cls, Quantization)]
 BUDGET = {"parameters": 0.8}
 
