@@ -14,11 +14,13 @@ from safetensors.torch import load_file
 
 import smelt
 from smelt.compression.base import MethodContext
+from smelt.compression.distillation.training_run import process_group
 from smelt.compression.methods import METHODS
 from smelt.models.artifact import save_artifact
 from smelt.train.trainer.config import TrainConfig
 from smelt.train.trainer.run_folder import RunFolder
-from tests.train.trainer.runs import RESNET, TEXT, images, language, run_refused, run_training
+from smelt.train.trainer.trainer import Trainer
+from tests.train.trainer.runs import RESNET, TEXT, images, language, parse_config, run_refused, run_training
 from tests.trained import character_model
 
 ROOT = Path(__file__).parents[3]
@@ -165,7 +167,7 @@ def test_nonfinite_gradients_fail_every_rank_with_one_sentence(tmp_path: Path) -
 
 
 def test_a_run_is_not_overwritten_nor_resumed_with_other_settings(tmp_path: Path) -> None:
-    content = language(tmp_path, steps=1)
+    content = language(tmp_path, steps=1, gradients="none")
     run_training(1, content, tmp_path / "run")
     before = everything(tmp_path / "run")
     (error,) = run_refused(1, content, tmp_path / "run")
@@ -177,8 +179,24 @@ def test_a_run_is_not_overwritten_nor_resumed_with_other_settings(tmp_path: Path
     assert everything(tmp_path / "run") == before
 
 
+def test_a_run_killed_before_its_first_step_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, cpu = parse_config(language(tmp_path, steps=1, gradients="none")), torch.device("cpu")
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for write in ("write_metadata", "truncate_log"):
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt), process_group(cpu):
+            patched.setattr(RunFolder, write, killed)
+            Trainer(config, tmp_path / "run", cpu, resume=False, resplit=False)
+        RunFolder(tmp_path / "run").check_usable(config, resume=True)
+    with process_group(cpu):
+        Trainer(config, tmp_path / "run", cpu, resume=True, resplit=False).train()
+    assert [line["step"] for line in RunFolder(tmp_path / "run").read_log()] == [1]
+
+
 def test_a_broken_checkpoint_is_named(tmp_path: Path) -> None:
-    content = language(tmp_path, steps=1)
+    content = language(tmp_path, steps=1, gradients="none")
     run_training(1, content, tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "step-1" / "optimizer.safetensors").write_bytes(b"no")
     (error,) = run_refused(1, content, tmp_path / "run", resume=True)

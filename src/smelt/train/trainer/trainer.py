@@ -308,8 +308,8 @@ class Trainer:
         self._decision, self._low_precision_facts = before.get("decision"), before.get("low_precision")
         self.comm.all_gather(torch.zeros(1), "agreement")  # all ranks have read what is rewritten now
         if self.comm.rank == 0:
+            self._write_metadata()  # first, so that what a kill leaves is a run to resume
             self.folder.truncate_log(self.progress.step)
-            self._write_metadata()
             checkpoint.prepare_folder(self.folder.checkpoints)
 
     def _write_metadata(self) -> None:
