@@ -6,14 +6,19 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from smelt.compression.base import MethodContext
+from smelt.compression.methods import METHODS
 from smelt.errors import ConfigError, ModelError, RequestError
 from smelt.models.carved_experts import LayerChannels, carved_layers, carved_routes_of
 from smelt.models.model import Model
+from smelt.models.quantized import STATIC_SCALE, STATIC_ZERO, quantized_layers
+from smelt.numerics.catalog import get_format
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.request import Request
 from smelt.serve.engine.routed_runner import RoutedRunner
@@ -79,6 +84,51 @@ def test_answers_are_those_of_transformers(case: str) -> None:
         assert got == wanted
     if case == "preempted":
         assert engine.state()["preemptions"] > 0
+
+
+@pytest.mark.parametrize("case", ["one slot", "two slots", "loaded when needed"])
+@pytest.mark.parametrize("zero", [False, True])  # with a static zero point, the kernel prepares sums of the weights
+@pytest.mark.parametrize("step", [{"bits": 4}, {"bits": 8, "input_activations": "int8"}], ids=["int4", "int8"])
+def test_quantized_experts_are_loaded_into_slots(case: str, step: dict[str, Any], zero: bool) -> None:
+    def quantized() -> Model:
+        model = carved()
+        METHODS.build({"method": "rtn", "group_size": -1, **step}).apply(model, MethodContext())
+        layers = quantized_layers(model.network)
+        assert "model.layers.0.mlp.experts.2.up_proj" in layers
+        for layer in layers.values() if zero else ():
+            layer.scheme = replace(layer.scheme, inputs=get_format("int8-asym"), static=True)
+            layer.register_buffer(STATIC_SCALE, None)
+            layer.register_buffer(STATIC_ZERO, None)
+            layer.set_static_inputs(torch.tensor(0.05), torch.tensor(90))
+        return model
+
+    wanted = answers(Engine(quantized(), **SMALL), prompts())
+    engine = Engine(quantized(), **{**SMALL, **CASES[case]})
+    assert answers(engine, prompts()) == wanted
+    assert engine.state()["expert_misses"] > 3
+    floats = Engine(carved(), **{**SMALL, **CASES[case]})
+    assert isinstance(engine.runner, RoutedRunner) and isinstance(floats.runner, RoutedRunner)
+    slots, float_slots = engine.runner.slots, floats.runner.slots
+    assert slots is not None and float_slots is not None and slots.expert_bytes < 0.5 * float_slots.expert_bytes
+
+
+def test_experts_without_a_kernel_share_no_slots() -> None:
+    model = carved()
+    METHODS.build({"method": "rtn", "bits": 4, "group_size": -1}).apply(model, MethodContext())
+    layer = quantized_layers(model.network)["model.layers.1.mlp.experts.2.up_proj"]
+    layer.set_dequantized_weight(layer.weight)
+    with pytest.raises(ModelError, match="have no kernel here"):
+        Engine(model, **SMALL, expert_slots=1)
+
+
+def test_experts_of_two_formats_share_no_slots() -> None:
+    models = [carved(), carved()]
+    for model, bits in zip(models, (4, 8), strict=True):
+        METHODS.build({"method": "rtn", "bits": bits, "group_size": -1}).apply(model, MethodContext())
+    experts = [carved_layers(model.network)[1].experts for model in models]
+    experts[0][2] = experts[1][2]
+    with pytest.raises(ModelError, match="layer 1 differ in size or format"):
+        Engine(models[0], **SMALL, expert_slots=1)
 
 
 def test_a_request_has_the_same_routes_alone_and_in_a_batch() -> None:

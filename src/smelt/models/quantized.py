@@ -264,6 +264,10 @@ class QuantizedLinear(nn.Module):
             self._selected = _SelectedKernel(key, kernel, packed, inputs, kernel.prepare(packed, inputs))
         return self._selected
 
+    def reselect_kernel(self) -> None:
+        """Select and prepare the kernel again at the next product, because the tensors were overwritten in place."""
+        self._selected = None
+
     def __getstate__(self) -> dict[str, Any]:
         """Drop the selected kernel from copies: its prepared data can hold pointers, which cannot be copied."""
         return {**self.__dict__, "_selected": None}

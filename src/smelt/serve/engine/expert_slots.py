@@ -4,6 +4,8 @@ A slot holds one expert of a layer, and the same expert is in the same slot in a
 before its first layer, so the copies of all layers begin at once on a stream of their own, in the order in which the
 layers run; a layer waits for its own copies only. Without prefetching, a layer copies when it needs an expert. On CPU
 both memories are the same and a copy is only that: it shows what a device would do.
+
+Quantized experts are loaded as they are stored; what their kernels prepare is computed again after each load.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 
 from smelt.errors import ModelError
 from smelt.models.carved_feed_forward import CarvedFeedForward
+from smelt.models.quantized import quantized_layers
 from smelt.serve.engine.expert_cache import ExpertAccess
 
 
@@ -38,7 +41,7 @@ class ExpertSlots:
             for expert in layer.experts:
                 _move_to_host(expert, pin=self._stream is not None)
             layer.run_expert = partial(self._run, index)
-        self.expert_bytes = sum(tensor.nbytes for layer in layers for tensor in layer.experts[0].parameters())
+        self.expert_bytes = sum(tensor.nbytes for layer in layers for tensor in _tensors(layer.experts[0]).values())
 
     def begin(self, accesses: Sequence[ExpertAccess]) -> None:
         """Prepare a step: set the order of the experts in all layers, and start the copies that can start."""
@@ -70,21 +73,38 @@ class ExpertSlots:
 
     @torch.no_grad()
     def _copy(self, index: int, access: ExpertAccess) -> None:
-        source = self._layers[index].experts[access.expert].parameters()
-        for target, tensor in zip(self._slots[index][access.slot].parameters(), source, strict=True):
-            target.copy_(tensor, non_blocking=True)
+        slot, source = self._slots[index][access.slot], _tensors(self._layers[index].experts[access.expert])
+        for name, tensor in _tensors(slot).items():
+            tensor.copy_(source[name], non_blocking=True)
+        for layer in quantized_layers(slot).values():
+            layer.reselect_kernel()
+
+
+def _tensors(expert: nn.Module) -> dict[str, Tensor]:
+    return {**dict(expert.named_parameters()), **dict(expert.named_buffers())}
 
 
 def _check_equal(layer: CarvedFeedForward, index: int) -> None:
     """Raise if the experts of a layer cannot take turns in one slot."""
-    if any(type(module) is not nn.Linear for expert in layer.experts for module in expert.children()):
-        raise ModelError("quantized experts are not loaded on demand yet: serve them without expert slots.")
-    shapes = {tuple(tuple(parameter.shape) for parameter in expert.parameters()) for expert in layer.experts}
-    if len(shapes) > 1:
-        raise ModelError(f"the experts of layer {index} differ in size, so they share no slots; leave slots out.")
+    if any(quantized.moved for expert in layer.experts for quantized in quantized_layers(expert).values()):
+        raise ModelError("the weights of these experts have no kernel here: serve them without expert slots.")
+    kinds = {
+        tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in _tensors(expert).items())
+        + tuple((name, quantized.scheme) for name, quantized in quantized_layers(expert).items())
+        for expert in layer.experts
+    }
+    if len(kinds) > 1:
+        raise ModelError(
+            f"the experts of layer {index} differ in size or format, so they share no slots; leave slots out."
+        )
 
 
 def _move_to_host(expert: nn.Module, pin: bool) -> None:
+    def host(tensor: Tensor) -> Tensor:
+        return tensor.cpu().pin_memory() if pin else tensor.cpu()
+
     for parameter in expert.parameters():
-        host = parameter.data.cpu()
-        parameter.data = host.pin_memory() if pin else host
+        parameter.data = host(parameter.data)
+    for module in expert.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, host(buffer))
