@@ -105,8 +105,8 @@ def test_guidance_extrapolates_from_the_prediction_without_a_class(guidance: flo
         unconditional = network.predict_noise(noisy, steps, network.no_class(3))
         actual = guided_noise(network, noisy, steps, condition, guidance)
     expected = (1 - guidance) * unconditional + guidance * conditional
-    assert torch.allclose(actual, expected, atol=1e-5)
-    assert not torch.allclose(conditional, unconditional, atol=1e-4)
+    assert torch.allclose(actual, expected, atol=1e-4)  # guidance multiplies errors of rounding
+    assert not torch.allclose(conditional, unconditional, atol=1e-2)
 
 
 @pytest.mark.parametrize("eta", [0.0, 1.0])

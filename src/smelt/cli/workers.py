@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from queue import Queue
 from typing import IO, Annotated
 
 import typer
@@ -31,7 +32,6 @@ WorkersOption = Annotated[
 ]
 
 _GRACE = 10.0  # seconds for the other ranks to notice that one is gone, and again after SIGTERM
-_POLL = 0.05
 
 
 def in_worker() -> bool:
@@ -74,12 +74,13 @@ def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[
 
 def _wait_for_first_failure(ranks: list[subprocess.Popen[str]]) -> int:
     """Return the code of the rank that ended first without success; 0 when all have succeeded."""
-    while True:
-        codes = [rank.poll() for rank in ranks]
-        failed = next((code for code in codes if code), 0)
-        if failed or all(code == 0 for code in codes):
-            return failed if failed >= 0 else 128 - failed
-        time.sleep(_POLL)
+    ended: Queue[int] = Queue()
+    for rank in ranks:  # a thread each: ranks that lose a peer end so soon after it that polling could mix them up
+        threading.Thread(target=lambda rank=rank: ended.put(rank.wait()), daemon=True).start()
+    for _ in ranks:
+        if failed := ended.get():
+            return failed if failed > 0 else 128 - failed
+    return 0
 
 
 def _end(ranks: list[subprocess.Popen[str]]) -> None:

@@ -18,6 +18,7 @@ import smelt.compression.recipe.run
 from smelt.compression.passport.document import MAX_FILES, PASSPORT, read_passport
 from smelt.compression.passport.origin import calibration_warning, describe_data, license_of
 from smelt.compression.passport.reproduce import Inputs, Reproduction, reproduce
+from smelt.compression.pruning import selection
 from smelt.compression.recipe.recipe import Recipe
 from smelt.compression.recipe.run import compress
 from smelt.data import LabeledData, TextData
@@ -108,7 +109,7 @@ def test_it_describes_files_source_data_and_versions(place: Path, pruned: Path) 
     parts = load(pruned).anatomy.parts
     original = load(place / "llama").anatomy.parts
     for part, full, text in zip(parts, original, passport.choices["steps"]["step-0"]["choice"], strict=True):
-        assert len(pruning._parse_ranges(text, full)) == part.units
+        assert len(selection.parse_ranges(text, full)) == part.units
 
 
 def test_the_report_shows_the_hashes_and_the_record_has_no_choices(pruned: Path) -> None:

@@ -100,6 +100,8 @@ def gram(x: Tensor) -> Tensor:  # [rows, columns] -> [columns, columns]
     for first in range(0, columns, STRIP):
         last = min(first + STRIP, columns)
         product[first:last, first:] = x[:, first:last].T @ x[:, first:]
+        square = product[first:last, first:last]  # whose halves can differ in the last bit
+        square.copy_(square.triu() + square.triu(1).T)
         product[last:, first:last] = product[first:last, last:].T
     return product
 
