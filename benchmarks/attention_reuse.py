@@ -21,6 +21,7 @@ import math
 import statistics
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -201,11 +202,10 @@ class RandomGroups(AttentionReuse):
 
     def group(self, anatomy: Any, divergences: np.ndarray) -> dict[int, int]:
         generator = np.random.Generator(np.random.PCG64(self.seed))
-        while True:
-            try:
+        for _ in range(100):
+            with suppress(ModelError):  # too few layers can join the groups of this draw
                 return super().group(anatomy, generator.random(len(divergences)))
-            except ModelError:  # too few layers can join the groups of this draw
-                pass
+        raise ModelError("no draw of random groups has enough layers.")
 
 
 def windows(model: Model, folder: Path, samples: int, batch_size: int, seed: int) -> list[dict[str, torch.Tensor]]:
