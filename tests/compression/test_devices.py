@@ -67,20 +67,6 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("bert", "token-ratio", {**TRAINED, "budget": {"macs": 0.7}}),
     ("bert", "token-topk", {**TRAINED, "budget": {"macs": 0.9}, "dense_layers": 1}),
 ]
-HEAVY = {
-    "aqas",
-    "awq",
-    "brecq",
-    "carve-experts",
-    "efficientqat",
-    "gptq",
-    "integer-qat",
-    "ltp",
-    "matquant",
-    "mixed",
-    "omniquant",
-}
-HEAVY |= {"quarot", "spinquant", "teacher-intervention"}
 # Steps after another one, and policies: their trainers and losses are those of methods above.
 NOT_COVERED = {"rilq", "slice", "qlora", "qdpo", "qail", "sqil"}
 
@@ -109,22 +95,17 @@ def test_the_fake_accelerator_notices_what_a_gpu_would() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(number, id=f"{network}-{name}", marks=[pytest.mark.slow] * (name in HEAVY))
-        for number, (network, name, _) in enumerate(CASES)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{network}-{name}" for network, name, _ in CASES])
 def test_methods_leave_nothing_on_the_cpu(number: int) -> None:
-    error = failures(CASES[number][1] in HEAVY)[number]
+    error = failures()[number]
     assert error is None, error
 
 
 @cache
-def failures(heavy: bool) -> list[str | None]:
-    """Apply the heavy methods, or the others, in one process and return the error of each case."""
-    command = [sys.executable, "-m", "tests.compression.test_devices", "heavy" if heavy else "light"]
+def failures() -> list[str | None]:
+    """Apply all methods in one process and return the error of each case."""
+    command = [sys.executable, "-m", "tests.compression.test_devices"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found: list[str | None] = json.loads(done.stdout.splitlines()[-1])
@@ -144,9 +125,6 @@ def main() -> None:
     torch.set_num_threads(1)
     errors: list[str | None] = []
     for network, name, settings in CASES:
-        if (name in HEAVY) != (sys.argv[1] == "heavy"):
-            errors.append(None)
-            continue
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
             try:
                 apply_on(device, network, {"method": name, **settings}, Path(folder))

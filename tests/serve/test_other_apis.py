@@ -339,7 +339,8 @@ def test_the_official_client_of_responses(client: openai.OpenAI, stream: bool) -
         with client.responses.stream(**asked) as events:
             names = [event.type for event in events]
             response: Any = events.get_final_response()
-        assert names[0] == "response.created" and names.count("response.function_call_arguments.delta") > 3
+        assert names[0] == "response.created"
+        assert "response.function_call_arguments.delta" in names  # a busy machine sends many tokens in one
     else:
         response = client.responses.create(**asked)
     (call,) = response.output
