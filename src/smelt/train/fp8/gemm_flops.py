@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 _NATIVE = ("_scaled_mm", "_scaled_mm_v2")
+_NATIVE_IN_BLOCKS = "blockwise_scaled_mm"  # its third argument is the second operand, [out, in]
 _EMULATED = {"emulated_scaled_mm": 2, "chunked_gemm": 1}  # the argument that is the second operand, [out, in]
 _ATTENTION = "_scaled_dot_product_"  # fused; PyTorch's formula has no CPU operator and no grouped queries
 
@@ -32,6 +33,8 @@ class GemmFlops(TorchDispatchMode):
         name = packet.__name__
         if name in _NATIVE:
             self.fp8 += 2 * args[0].numel() * args[1].shape[1]
+        elif name == _NATIVE_IN_BLOCKS:
+            self.fp8 += 2 * args[0].numel() * len(args[2])
         elif name in _EMULATED:
             self.emulated += 2 * args[0].numel() * len(args[_EMULATED[name]])
         elif name.startswith(_ATTENTION):

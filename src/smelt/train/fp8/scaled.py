@@ -121,31 +121,44 @@ def scaled_mm(
     native: use the device's FP8 GEMM; else emulate it. fast_accumulation: keep partial sums in the tensor cores, whose
     additions are less precise, instead of promoting them to float32 on the way.
     """
-    in_blocks = a.block[1] == TILE[1]
+    in_blocks = a.block == TILE
+    product: Tensor
     if not native or (in_blocks and len(a.data) % _CUBLAS_ROWS):
-        product: Tensor = torch.ops.smelt.emulated_scaled_mm(a.data, a.scale, b.data, b.scale, out_dtype)
-        return product
-    if in_blocks:
-        return _blockwise_mm(a, b).to(out_dtype)
-    options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": fast_accumulation}
-    if a.block == ROW:  # has kernels for bfloat16 only
-        return torch._scaled_mm(a.data, b.data.t(), a.scale, b.scale.t(), **options).to(out_dtype)
-    options["out_dtype"] = out_dtype
-    return torch._scaled_mm(a.data, b.data.t(), a.scale.reshape(()), b.scale.reshape(()), **options)
+        product = torch.ops.smelt.emulated_scaled_mm(a.data, a.scale, b.data, b.scale, out_dtype)
+    elif in_blocks:
+        product = torch.ops.smelt.blockwise_scaled_mm(a.data, a.scale, b.data, b.scale)
+    else:
+        in_rows = a.block == ROW
+        scales = (a.scale, b.scale.t()) if in_rows else (a.scale.reshape(()), b.scale.reshape(()))
+        dtype = torch.bfloat16 if in_rows else out_dtype  # rows have kernels for bfloat16 only
+        product = torch._scaled_mm(a.data, b.data.t(), *scales, out_dtype=dtype, use_fast_accum=fast_accumulation)
+    # A cast to the same dtype would return its argument: behind a compiled autograd.Function that returns that, PyTorch
+    # 2.11 loses the gradient.
+    return product if product.dtype == out_dtype else product.to(out_dtype)
 
 
-def _blockwise_mm(a: Float8Matrix, b: Float8Matrix) -> Tensor:
-    """Multiply by cuBLAS, in bfloat16."""
-    (scale_a, kind_a), (scale_b, kind_b) = _cublas_scale(a), _cublas_scale(b)
-    return F.scaled_mm(a.data, b.data.t(), scale_a, kind_a, scale_b, kind_b, output_dtype=torch.bfloat16)
+@torch.library.custom_op("smelt::blockwise_scaled_mm", mutates_args=())
+def blockwise_scaled_mm(a: torch.Tensor, scale_a: torch.Tensor, b: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor:
+    """Multiply a [m, n], with scales of 1x128, by the transpose of b [k, n], with scales of 1x128 or 128x128.
+
+    By cuBLAS, whose results are bfloat16; an operator, since torch.compile does not trace PyTorch's function.
+    """
+    block_b = TILE if len(scale_b) == len(b) else SQUARE
+    (layout_a, kind_a), (layout_b, kind_b) = _cublas_scale(scale_a, TILE), _cublas_scale(scale_b, block_b)
+    return F.scaled_mm(a, b.t(), layout_a, kind_a, layout_b, kind_b, output_dtype=torch.bfloat16)
 
 
-def _cublas_scale(matrix: Float8Matrix) -> tuple[Tensor, Any]:
+@blockwise_scaled_mm.register_fake
+def _(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
+    return a.new_empty(len(a), len(b), dtype=torch.bfloat16)
+
+
+def _cublas_scale(scale: Tensor, block: BlockShape) -> tuple[Tensor, Any]:
     """Lay out scales for cuBLAS: those of 1x128 with contiguous columns; those of 128x128 transposed, with the inner
     dimension padded to a multiple of 4."""
-    if matrix.block == TILE:
-        return matrix.scale.t().contiguous().t(), F.ScalingType.BlockWise1x128
-    return F.pad(matrix.scale, (0, -matrix.scale.shape[1] % 4)).contiguous().t(), F.ScalingType.BlockWise128x128
+    if block == TILE:
+        return scale.t().contiguous().t(), F.ScalingType.BlockWise1x128
+    return F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t(), F.ScalingType.BlockWise128x128
 
 
 @torch.library.custom_op("smelt::emulated_scaled_mm", mutates_args=())
