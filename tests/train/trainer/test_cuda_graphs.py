@@ -74,6 +74,14 @@ def test_graphs_train_as_kernel_by_kernel(changes: dict[str, Any], tmp_path: Pat
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_graphs_leave_no_memory_behind(tmp_path: Path) -> None:
+    """A method that trains several times, as the search for a budget does, has the memory of one training."""
+    _, trainer = run(gpt(), tmp_path / "run")
+    assert trainer.cuda_graphs is not None and trainer.cuda_graphs.replays >= 8
+    pools = {segment["segment_pool_id"] for segment in torch.cuda.memory_snapshot()}
+    assert pools == {(0, 0)}
+
+
 def test_every_step_draws_other_random_numbers(tmp_path: Path) -> None:
     """With a learning rate of almost zero, the losses of one batch differ by dropout only."""
     batch = text(8)

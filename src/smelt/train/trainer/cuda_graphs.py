@@ -20,6 +20,7 @@ from smelt.train.trainer.dataloader import Batch
 
 EAGER_CALLS = 2  # before the first capture: libraries initialize, networks are compiled, scales get a history
 _MAX_GRAPHS = 64  # beyond, shapes that are new run eagerly
+_MIN_FREE_MEMORY = 0.25  # of the device: below, too, since a graph keeps its memory, and eager steps need their own
 logger = logging.getLogger(__name__)
 
 
@@ -55,10 +56,19 @@ class CudaGraphs:
         with self._timer.phase("backward"):
             return self._graphs[key].replay(batch)
 
+    def release(self) -> None:
+        """Free the graphs and their memory, which nothing else could use; garbage collection would come too late."""
+        self._graphs.clear()
+        self._pool = None
+        torch.cuda.empty_cache()
+
     def _can_capture(self, key: Hashable) -> bool:
         if not self.is_enabled or len(self._graphs) >= _MAX_GRAPHS:
             return False
-        return key in self._seen and self._eager_calls >= EAGER_CALLS
+        if key not in self._seen or self._eager_calls < EAGER_CALLS:
+            return False
+        free, total = torch.cuda.mem_get_info(self._device)
+        return free >= _MIN_FREE_MEMORY * total
 
     def _capture(self, batch: Batch) -> _CapturedStep:
         if self._pool is None:

@@ -111,18 +111,22 @@ class Trainer:
         config = self.config
         self._started = perf_counter() - self.progress.seconds
         self._last_logged = -math.inf
-        while self.progress.step < config.steps:
-            entry = self.train_step()
-            step, is_last = self.progress.step, self.progress.step == config.steps
-            if is_last or (config.evaluate.every and step % config.evaluate.every == 0):
-                entry["evaluation"] = evaluate(
-                    self.task, config.evaluate.samples, config.batch_size, config.precision, self.device
-                )
-            self.progress.seconds = perf_counter() - self._started
-            self.log(entry, is_last)
-            if is_last or (config.checkpoint.every and step % config.checkpoint.every == 0):
-                checkpoint.save(self.state, self.folder.checkpoints, config.checkpoint.keep, self.comm)
-            yield entry
+        try:
+            while self.progress.step < config.steps:
+                entry = self.train_step()
+                step, is_last = self.progress.step, self.progress.step == config.steps
+                if is_last or (config.evaluate.every and step % config.evaluate.every == 0):
+                    entry["evaluation"] = evaluate(
+                        self.task, config.evaluate.samples, config.batch_size, config.precision, self.device
+                    )
+                self.progress.seconds = perf_counter() - self._started
+                self.log(entry, is_last)
+                if is_last or (config.checkpoint.every and step % config.checkpoint.every == 0):
+                    checkpoint.save(self.state, self.folder.checkpoints, config.checkpoint.keep, self.comm)
+                yield entry
+        finally:
+            if self.cuda_graphs is not None:
+                self.cuda_graphs.release()
         self.low_precision.restore()
         restore_eager(self._compiled)
         if self.comm.rank == 0 and self.task.saves_model:
