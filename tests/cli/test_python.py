@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import yaml
 
 import smelt
+from smelt.compression.recipe.inputs import calibration_batches, calibration_data, split
+from smelt.progress import NullProgress
 from tests.cli.conftest import Place, llama_recipe
 
 
@@ -35,6 +38,31 @@ def test_a_recipe_made_in_python(place: Place, quick: None, tmp_path: Path) -> N
         result.record["size"]["block_parameters"]["after"] <= 0.7 * result.record["size"]["block_parameters"]["before"]
     )
     assert "quality" not in result.record  # nothing was named to measure a classifier on
+
+
+class Schedules(NullProgress):
+    """Records what was planned."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def schedule(self, seconds: Mapping[str, float]) -> None:
+        self.seconds.append(seconds["step 1 of 1: fisher"])
+
+
+def test_the_planned_time_is_corrected_by_the_length_of_rows(place: Place, quick: None, tmp_path: Path) -> None:
+    """Rows have far fewer tokens than the longest that is allowed; the step takes time for those they have."""
+    data = {"source": str(place / "rows.jsonl"), "samples": 8, "seq_len": 48, "batch_size": 8}
+    step = {"method": "fisher", "budget": {"parameters": 0.7}}
+    progress = Schedules()
+    recipe = smelt.Recipe.parse({"steps": [step], "data": data})
+    smelt.compress(place / "bert", recipe, tmp_path / "out", speed=False, progress=progress)
+    model = smelt.load(place / "bert")
+    rows, _ = split(recipe, calibration_data(recipe, model))
+    (batch,) = calibration_batches(recipe.data, rows, model, recipe.seed)
+    planned, corrected = progress.seconds
+    tokens = batch["input_ids"].numel()
+    assert tokens < 8 * 48 / 2 and corrected == pytest.approx(planned * tokens / (8 * 48))
 
 
 def test_errors_share_one_base_class(place: Place, tmp_path: Path) -> None:

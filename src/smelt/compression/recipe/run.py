@@ -187,6 +187,7 @@ class _Run:
         self.work, self.checkpoint = work, work.checkpoint
         self.record: dict[str, Any] = {}
         self.warnings: list[str] = []
+        self.planned: dict[str, float] = {}  # seconds of each phase
         self.ranks = Ranks()
         self.model: Model
         self.passport: PassportBuilder
@@ -215,7 +216,8 @@ class _Run:
     def check(self, timing: tuple[RequestWorkload, float] | None) -> None:
         """Check recipe, model configuration, data and resources before any weight is loaded; schedule the phases."""
         estimate = plan(self.source, self.recipe, self.folder, device=self.device)
-        self.progress.schedule(_phases(estimate, timing))
+        self.planned = _phases(estimate, timing)
+        self.progress.schedule(self.planned)
         if self.device == "cpu":
             estimate.check()
         model = Model(
@@ -272,6 +274,7 @@ class _Run:
             settings = resolve_batch_size(recorded, model.anatomy, torch.device(self.device)).data
             self.passport.batch_size = settings.batch_size
             batches = calibration_batches(settings, data, model, self.recipe.seed)
+            self._correct_schedule(batches, settings.samples * settings.seq_len)
         evaluation = evaluation_data(self.recipe, held_out, model)
         warning = overlap_warning(data, evaluation) if batches else None
         if warning is not None:
@@ -279,6 +282,16 @@ class _Run:
             self.warnings.append(warning)
         self.passport.add_data(data, evaluation)
         return model, batches, evaluation
+
+    def _correct_schedule(self, batches: list[Batch], planned_tokens: int) -> None:
+        """Scale the planned time of the steps by the tokens that the samples really have: rows may be short."""
+        tokens = sum(batch["input_ids"].numel() for batch in batches if "input_ids" in batch)
+        if tokens and self.planned:
+            names = [
+                _step_phase(index, step.name, len(self.recipe.steps)) for index, step in enumerate(self.recipe.steps)
+            ]
+            corrected = {name: self.planned[name] * tokens / planned_tokens for name in names}
+            self.progress.schedule({**self.planned, **corrected})
 
     def before(self, model: Model, evaluation: Data | None, sentences: list[str]) -> Before:
         """Measure the model before any change; the result is checkpointed."""
