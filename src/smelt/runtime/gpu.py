@@ -65,6 +65,7 @@ class FusedNetwork:
         self.split_counter = torch.zeros(max_num_seqs * heads, dtype=torch.int32, device=network.embedding.device)
         dtype = network.embedding.dtype
         self._layers = [_fuse_part(part, dtype, lora) for part in network.parts]
+        self._leaders = {part.map_of for part in network.parts if isinstance(part, Attention)}
         self._lm_head = FusedLinear([network.lm_head], dtype)
         self.has_experts = any(isinstance(layer, FusedExperts) for layer in self._layers)
 
@@ -94,6 +95,7 @@ class FusedNetwork:
         Tokens that are not `active` (bool [tokens]) are padding: no expert is read for them.
         """
         residual: Tensor | None = None
+        shared: dict[int, Tensor] = {}  # queries, keys and values by layer, where others use its map
         for part, layer in zip(self.decoder.parts, self._layers, strict=True):
             y: Tensor | QuantizedRows
             if isinstance(layer, FusedExperts):
@@ -102,7 +104,10 @@ class FusedNetwork:
                 continue
             first, second = layer
             if isinstance(part, Attention):
-                y = attend(_norm_heads(first.norm_forward(hidden, residual, part.norm, tiles), part), part)
+                qkv = _with_queries(first.norm_forward(hidden, residual, part.norm, tiles), part, shared)
+                if part.layer in self._leaders:
+                    shared[part.layer] = qkv
+                y = attend(qkv, part)
             else:
                 assert isinstance(part, FeedForward)
                 quant = None if second.is_adapted(tiles) else second.quant
@@ -136,12 +141,18 @@ def _fuse_part(
     return first, FusedLinear([part.output], dtype, lora.get(part.output))
 
 
-def _norm_heads(qkv: Tensor, part: Attention) -> Tensor:
-    """Normalize all heads together, where a network does; other norms of heads are applied with RoPE."""
+def _with_queries(projected: Tensor, part: Attention, shared: Mapping[int, Tensor]) -> Tensor:
+    """Return queries, keys and values of a layer as attention takes them: after norms over all heads together.
+
+    A layer that uses the map of another projects values alone. It gets the other's queries and keys; storing these keys
+    again changes nothing, since both layers have the same pages for them.
+    """
+    if part.map_of is not None:
+        return torch.cat((shared[part.map_of][:, : -projected.shape[1]], projected), dim=1)
     if part.joint_norms and part.query_norm is not None and part.key_norm is not None:
         norms = part.query_norm, part.key_norm
-        norm_and_clip_qkv(qkv, norms[0].weight, norms[1].weight, norms[0].epsilon, part.clip)
-    return qkv
+        norm_and_clip_qkv(projected, norms[0].weight, norms[1].weight, norms[0].epsilon, part.clip)
+    return projected
 
 
 class FusedLinear:

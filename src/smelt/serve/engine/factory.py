@@ -102,8 +102,6 @@ class _ResolvedConfig:
         """Why the network runs eagerly on a GPU."""
         if (reason := decoder.unsupported_reason(self.model)) is not None:
             return reason
-        if decoder.reuses_maps(self.model):
-            return "a layer uses the attention map of another layer"
         from smelt.runtime.gpu_experts import unsupported_reason  # needs Triton
 
         experts = [part for part in self.model.anatomy.parts if part.mixture is not None]
