@@ -9,10 +9,11 @@ the most active neurons, the largest weights, or Fisher information. All rows, a
 the same sequences for the same steps; the paper trains on 1B tokens, the caption counts those here.
 `one half` has the statistics of carve-experts and no routing. Perplexity is that of held-out text of each domain.
 
-Serving: the carved network of the first seed and the one of `one half`, both eager, answer prompts of all domains with
+Serving: the source, the carved network of the first seed and the one of `one half` answer prompts of all domains with
 the arrivals and lengths of a production trace (Azure LLM inference 2023, conversations), scaled. Experts are all
-resident, or a few at a time under each policy. Hit rates of longer looks ahead are simulated on the experts that the
-steps of the resident run used. `--small` takes stories260K, which a CPU can train; `--smoke` writes no results.
+resident, compiled or not, or a few at a time under each policy, which runs eagerly. Hit rates of longer looks ahead are
+simulated on the experts that the steps of the resident run used. `--small` takes stories260K, which a CPU can train;
+`--smoke` writes no results.
 """
 
 from __future__ import annotations
@@ -59,8 +60,11 @@ QUALITY = (SOURCE, DENSE, CARVED, ONE_HALF, "magnitude", "fisher")
 WIDTH = 0.5
 RESIDENT = "all experts resident"
 SERVED: dict[str, dict[str, Any]] = {
+    SOURCE: {},
     ONE_HALF: {},
     RESIDENT: {},
+    f"{ONE_HALF}, eager": {"compiled": False},
+    f"{RESIDENT}, eager": {"compiled": False},
     "Belady, ahead, batched by expert": {"expert_policy": "belady"},
     "Belady, ahead, plain order": {"expert_policy": "belady", "expert_batching": False},
     "LRU, ahead, plain order": {"expert_policy": "lru", "expert_batching": False},
@@ -171,9 +175,9 @@ def run_cell(cell: Row, options: argparse.Namespace) -> Row:
     }  # fmt: skip
 
 
-def source_model(options: argparse.Namespace) -> Model:
+def source_model(options: argparse.Namespace, dtype: torch.dtype = torch.float32) -> Model:
     name = str(shared() / "weights" / options.model) if options.model == "stories260K" else options.model
-    return load(name, device=options.device, dtype=torch.float32)
+    return load(name, device=options.device, dtype=dtype)
 
 
 def prepare(model: Model, cell: Row, options: argparse.Namespace) -> Row:
@@ -244,13 +248,18 @@ def held_out_perplexity(model: Model, name: str, options: argparse.Namespace) ->
 
 def serve(name: str, options: argparse.Namespace) -> Row:
     """Answer the requests of the trace in the engine; return latencies, throughput and counts."""
-    folder = str(options.folder / ("half" if name == ONE_HALF else "carved"))
-    slots = {} if name in (ONE_HALF, RESIDENT) else {"expert_slots": options.slots}
+    is_carved = not name.startswith((SOURCE, ONE_HALF))
+    slots = {"expert_slots": options.slots} if is_carved and not name.startswith(RESIDENT) else {}
     longest = options.max_prompt + options.max_output
-    dtype = torch.bfloat16 if options.device.startswith("cuda") else None
+    dtype = torch.bfloat16 if options.device.startswith("cuda") else torch.float32
+    if name == SOURCE:
+        model = source_model(options, dtype)
+    else:
+        folder = str(options.folder / ("carved" if is_carved else "half"))
+        model = load(folder, device=options.device, dtype=dtype)
     engine = Engine(
-        load(folder, device=options.device, dtype=dtype), device=options.device, compiled=False, max_model_len=longest,
-        enable_prefix_caching=False, max_num_seqs=64, **slots, **SERVED[name],
+        model, device=options.device, max_model_len=longest, enable_prefix_caching=False, max_num_seqs=64, **slots,
+        **SERVED[name],
     )  # fmt: skip
     engine.warmup([32] * 8)
     requests = trace_requests(engine, options)
@@ -273,7 +282,8 @@ def serve(name: str, options: argparse.Namespace) -> Row:
     counts = {key: after[key] - before[key] for key in after if key.startswith("expert") or key == "steps"}
     gaps = [gap for row in done for gap in row["gaps"]]
     result: Row = {
-        "seconds_served": round(seconds, 2), "tokens_per_second": sum(len(row["gaps"]) + 1 for row in done) / seconds,
+        "backend": engine.backend, "seconds_served": round(seconds, 2),
+        "tokens_per_second": sum(len(row["gaps"]) + 1 for row in done) / seconds,
         "first_token_ms": quantiles([row["first"] for row in done]),
         "request_ms": quantiles([row["end"] for row in done]),
         "token_ms": quantiles(gaps), **counts,
@@ -328,7 +338,7 @@ def record_experts(engine: Engine) -> list[list[int]]:
     """Return a list to which the experts of every step are appended, in the order of their tokens."""
     accesses: list[list[int]] = []
     runner: Any = engine.runner
-    if not hasattr(runner, "routes"):
+    if not hasattr(runner, "token_router"):
         return accesses
     plain = runner.launch
 
@@ -399,13 +409,13 @@ def caption(quality: Sequence[Row], options: argparse.Namespace) -> str:
 def served_lines(served: Sequence[Row], options: argparse.Namespace) -> list[str]:
     if not served:
         return []
-    headings = ["served", "tokens/s", "request p50/p95/p99 ms", "first token p50/p95/p99 ms", "token p50/p95/p99 ms",
-                "steps", "experts per step", "hit rate", "loaded MB"]  # fmt: skip
+    headings = ["served", "backend", "tokens/s", "request p50/p95/p99 ms", "first token p50/p95/p99 ms",
+                "token p50/p95/p99 ms", "steps", "experts per step", "hit rate", "loaded MB"]  # fmt: skip
     cells = []
     for row in sorted(served, key=lambda row: list(SERVED).index(row["served"])):
         uses, hits, misses = (row.get(f"expert_{name}", 0) for name in ("uses", "hits", "misses"))
         cells.append([
-            row["served"], f"{row['tokens_per_second']:.0f}",
+            row["served"], row["backend"].split(",")[0], f"{row['tokens_per_second']:.0f}",
             *(" / ".join(f"{value:.4g}" for value in row[f"{name}_ms"].values())
               for name in ("request", "first_token", "token")),
             str(row["steps"]), f"{uses / row['steps']:.2f}" if uses else "",
@@ -415,7 +425,7 @@ def served_lines(served: Sequence[Row], options: argparse.Namespace) -> list[str
     lines = [
         f"{options.requests} requests with arrivals and lengths of the trace, {options.rate:g} per second, prompts of "
         f"at most {options.max_prompt} and answers of at most {options.max_output} tokens; {options.slots} of "
-        f"{len(DOMAINS)} experts on the device. All rows run eagerly.", "", table(headings, cells), "",
+        f"{len(DOMAINS)} experts on the device.", "", table(headings, cells), "",
     ]  # fmt: skip
     simulated = next((row["simulated"] for row in served if "simulated" in row), None)
     if simulated is not None:

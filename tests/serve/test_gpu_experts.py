@@ -101,7 +101,7 @@ def test_quantized_experts_match_the_module(weight: str, inputs: str | None, sta
     assert unsupported_reason(model) is None
     plain = copy.deepcopy(model)
     reference, actual, layer = mixture_outputs(model, tokens)
-    assert isinstance(layer.gate_up, GroupedPacked)  # rows that do not fill tiles of 64, on any GPU
+    assert isinstance(layer.experts.gate_up, GroupedPacked)  # rows that do not fill tiles of 64, on any GPU
     assert mostly_close(actual, reference, TOLERANCE)
     again = mixture_outputs(plain, tokens)[0]
     assert torch.equal(reference, again)
@@ -119,7 +119,7 @@ def test_experts_of_different_widths_are_padded() -> None:
         expert.w1.weight.data, expert.w3.weight.data = expert.w1.weight.data[:width], expert.w3.weight.data[:width]
         expert.w2.weight.data = expert.w2.weight.data[:, :width]
     reference, actual, layer = mixture_outputs(model, 20)
-    assert isinstance(layer.gate_up, GroupedDense) and layer.gate_up.rows == 96
+    assert isinstance(layer.experts.gate_up, GroupedDense) and layer.experts.gate_up.rows == 96
     assert distance(actual, reference) < 1e-5
     active = torch.arange(20, device=DEVICE) < 5
     hidden = hidden_states(model, 20)
@@ -135,7 +135,7 @@ def test_dequantized_experts_are_stacked_as_dense_ones() -> None:
     assert unsupported_reason(model) is None
     assert len(dequantize_without_kernel(model.network, HALF)) == 24 and unsupported_reason(model) is None
     reference, actual, layer = mixture_outputs(model, 20)
-    assert isinstance(layer.gate_up, GroupedDense) and mostly_close(actual, reference, TOLERANCE)
+    assert isinstance(layer.experts.gate_up, GroupedDense) and mostly_close(actual, reference, TOLERANCE)
 
 
 def _rotate(model: Model) -> None:

@@ -59,7 +59,9 @@ def answers(engine: Engine, texts: list[list[int]]) -> list[list[int]]:
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
+    "eager": {"compiled": False},
     "in chunks": {"prefill_chunk_size": 3, "max_num_batched_tokens": 8},
+    "eager, in chunks": {"compiled": False, "prefill_chunk_size": 3, "max_num_batched_tokens": 8},
     "fewer tokens than requests": {"max_num_batched_tokens": 4, "prefill_chunk_size": 4},
     "no grouping": {"max_num_batched_tokens": 4, "expert_batching": False},
     "one slot": {"expert_slots": 1},
@@ -77,6 +79,8 @@ def test_answers_are_those_of_transformers(case: str) -> None:
     model = carved()
     wanted = [expected(model, prompt) for prompt in prompts()]
     engine = Engine(model, **{**SMALL, **CASES[case]})
+    compiled = not {"compiled", "expert_slots"} & set(CASES[case])
+    assert engine.backend.startswith("compiled-cpu" if compiled else "eager")
     got = answers(engine, prompts())
     if case == "quantized KV cache":
         assert sum(a == b for a, b in zip(got, wanted, strict=True)) >= 4
@@ -84,6 +88,30 @@ def test_answers_are_those_of_transformers(case: str) -> None:
         assert got == wanted
     if case == "preempted":
         assert engine.state()["preemptions"] > 0
+
+
+def test_widths_may_differ_by_expert_and_layer() -> None:
+    uneven = LayerChannels(tuple(range(5)), (tuple(range(5, 8)), tuple(range(5, 48)), tuple(range(8, 30))))
+    model = carved(channels=[CHANNELS, uneven, CHANNELS])
+    wanted = [expected(model, prompt) for prompt in prompts()]
+    engine = Engine(model, **SMALL)
+    assert engine.backend == "compiled-cpu" and answers(engine, prompts()) == wanted
+
+
+def test_an_expert_without_channels_runs_eagerly() -> None:
+    model = carved(channels=[CHANNELS, LayerChannels(tuple(range(5)), ((), (5, 6), (7, 8))), CHANNELS])
+    wanted = [expected(model, prompt) for prompt in prompts()]
+    engine = Engine(model, **SMALL)
+    assert engine.backend == "eager" and answers(engine, prompts()) == wanted
+
+
+@pytest.mark.parametrize("step", [{"bits": 4}, {"bits": 8, "input_activations": "int8"}], ids=["int4", "int8"])
+def test_quantized_experts_run_compiled(step: dict[str, Any]) -> None:
+    model = carved()
+    METHODS.build({"method": "rtn", "group_size": 8 if step["bits"] == 4 else -1, **step}).apply(model, MethodContext())
+    wanted = answers(Engine(copy.deepcopy(model), **SMALL, compiled=False), prompts())
+    engine = Engine(model, **SMALL)
+    assert engine.backend == "compiled-cpu" and answers(engine, prompts()) == wanted
 
 
 @pytest.mark.parametrize("case", ["one slot", "two slots", "loaded when needed"])

@@ -24,7 +24,19 @@ from smelt.kernels.paged import MAX_HEAD_DIM, MAX_QUERIES_PER_KV_HEAD
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear
 from smelt.runtime import decoder
-from smelt.runtime.decoder import Attention, Decoder, FeedForward, MixtureOfExperts, Norm, build_decoder, merge_linears
+from smelt.runtime.decoder import (
+    Attention,
+    CarvedExperts,
+    Decoder,
+    ExpertLayers,
+    FeedForward,
+    MixtureOfExperts,
+    Norm,
+    build_decoder,
+    merge_linears,
+)
+
+_NOT_CHOSEN = -1e9  # router logit of an expert whose probability must be 0
 
 
 class LayeredCache(Protocol):
@@ -46,6 +58,13 @@ class CompiledNetwork:
             build_decoder(model, max_model_len), cache, max_num_batched_tokens, max_num_logits, dtype
         )
         self._program, self._logits = builder.build()
+        self._carved_logits = builder.carved_logits
+
+    def set_experts(self, experts: Tensor) -> None:
+        """Set the experts [tokens] of carved feed-forwards for the next step."""
+        assert self._carved_logits is not None
+        logits = self._carved_logits[: len(experts)]
+        logits.fill_(_NOT_CHOSEN).scatter_(1, experts[:, None], 0.0)
 
     def logits(
         self, ids: Tensor, positions: Tensor, rows: Tensor, metadata: AttentionMetadata
@@ -59,7 +78,7 @@ def unsupported_reason(model: Model, kv_cache_dtype: str | None = None) -> str |
     library = load_library() if model.device.type == "cpu" else None
     if library is None or not compiled.can_run(library):
         return "there is no compiled library for this device"
-    if (reason := decoder.unsupported_reason(model)) is not None:
+    if (reason := decoder.unsupported_reason(model, carved_experts=True)) is not None:
         return reason
     for part in model.anatomy.parts:
         if part.clipped:
@@ -163,6 +182,7 @@ class _ProgramBuilder(_LinearBuilder):
         self.decoder, self.cache, self.max_num_logits = network, cache, max_num_logits
         parts = [part for part in network.parts if isinstance(part, Attention)]
         self._leaders = {part.map_of for part in parts if part.map_of is not None}  # layers whose map others use
+        self.carved_logits: Tensor | None = None  # [tokens, experts] of carved feed-forwards, which the caller fills in
         self._queries: dict[int, tuple[Tensor, int]] = {}  # of these layers, after RoPE, and the stride between tokens
 
     def build(self) -> tuple[Program, Tensor]:
@@ -176,11 +196,16 @@ class _ProgramBuilder(_LinearBuilder):
         residual: _Residual | None = None  # output of the previous part, not yet added to hidden
         for part in self.decoder.parts:
             normed = self._buffer("normed", width)
-            self._norm(part.norm, hidden, residual, normed)
             if isinstance(part, MixtureOfExperts):
-                self._experts(part, normed, hidden)
+                self._norm(part.norm, hidden, residual, normed)
+                self._mixture(part, normed, hidden)
                 residual = None
                 continue
+            carved = part if isinstance(part, CarvedExperts) else None
+            part = part.shared if isinstance(part, CarvedExperts) else part
+            self._norm(part.norm, hidden, residual, normed)
+            if carved is not None:
+                self._carved(carved, normed, hidden)
             inner = self._attention(part, normed) if isinstance(part, Attention) else self._feed_forward(part, normed)
             output = self._buffer("residual", width)
             self._linear(part.output, inner, output)
@@ -298,23 +323,33 @@ class _ProgramBuilder(_LinearBuilder):
         self.program.act_and_mul(activation, gate, up, strides[0], y, sizes[0])
         return y
 
-    def _experts(self, part: MixtureOfExperts, normed: Tensor, hidden: Tensor) -> None:
-        """Add the outputs of the experts to hidden."""
-        width = hidden.shape[1]
+    def _mixture(self, part: MixtureOfExperts, normed: Tensor, hidden: Tensor) -> None:
+        """Add the outputs of the experts that a router chooses to hidden."""
         logits = self._float_buffer("router logits", len(part.experts))
         self.program.dense(part.router, part.router_bias, normed, logits)
+        fields = {"top_k": part.top_k, "normalize": part.normalize, "router_logits": logits}
+        self._experts(part.experts, part.activation, fields, normed, hidden)
+
+    def _carved(self, part: CarvedExperts, normed: Tensor, hidden: Tensor) -> None:
+        """Add the outputs of the experts that are set before the step to hidden."""
+        self.carved_logits = self._float_buffer("carved logits", len(part.experts))
+        fields = {"top_k": 1, "normalize": True, "router_logits": self.carved_logits}
+        self._experts(part.experts, part.shared.activation, fields, normed, hidden)
+
+    def _experts(
+        self, experts: Sequence[ExpertLayers], activation: GatedActivation, fields: dict[str, Any], normed: Tensor,
+        hidden: Tensor,
+    ) -> None:  # fmt: skip
+        width = hidden.shape[1]
         inputs, outputs = self._buffer("expert inputs", width), self._buffer("expert outputs", width)
         operations = []
-        for expert in part.experts:
+        for expert in experts:
             with self.program.collect() as collected:
                 channels = _out_features(expert.gate)
-                inner = self._gated((expert.gate, expert.up), inputs, part.activation, (channels, channels))
+                inner = self._gated((expert.gate, expert.up), inputs, activation, (channels, channels))
                 self._linear(expert.output, inner, outputs)
             operations.append(collected)
-        fields = {
-            "top_k": part.top_k, "normalize": part.normalize, "router_logits": logits, "inputs": inputs,
-            "outputs": outputs,
-        }  # fmt: skip
+        fields = {**fields, "inputs": inputs, "outputs": outputs}
         self.program.experts(operations, fields, x=normed, y=hidden, dtype=self.dtype, width=width)
 
 

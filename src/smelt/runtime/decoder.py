@@ -135,6 +135,15 @@ class ExpertLayers:
 
 
 @dataclass(frozen=True)
+class CarvedExperts:
+    """Channels that every token uses, and those of each expert. A router ahead of all layers has chosen the expert of a
+    token. Networks that scale what they add to the residual stream are not carved."""
+
+    shared: FeedForward
+    experts: tuple[ExpertLayers, ...]
+
+
+@dataclass(frozen=True)
 class MixtureOfExperts:
     """Each token is processed by its `top_k` experts, whose results are added up with the router's weights."""
 
@@ -148,13 +157,16 @@ class MixtureOfExperts:
     activation: GatedActivation = SILU
 
 
+DecoderPart = Attention | FeedForward | CarvedExperts | MixtureOfExperts
+
+
 @dataclass(frozen=True)
 class Decoder:
     """`parts` in execution order."""
 
     embedding: Tensor  # [vocabulary, hidden size]
     embedding_scale: float
-    parts: tuple[Attention | FeedForward | MixtureOfExperts, ...]
+    parts: tuple[DecoderPart, ...]
     final_norm: Norm
     lm_head: nn.Module
 
@@ -163,8 +175,8 @@ class Decoder:
         return int(self.embedding.shape[1])
 
 
-def unsupported_reason(model: Model) -> str | None:
-    """Return why a network does not have this structure, or None if it has."""
+def unsupported_reason(model: Model, *, carved_experts: bool = False) -> str | None:
+    """Return why a network does not have this structure, or None if it has; `carved_experts` are a part of it."""
     config: Any = model.network.config
     if config.model_type not in _LAYOUTS:
         return f"{config.model_type} is not among {', '.join(FAMILIES)}"
@@ -176,7 +188,7 @@ def unsupported_reason(model: Model) -> str | None:
     rope_types = model.network.model.rotary_emb.rope_type
     if not set(rope_types.values() if isinstance(rope_types, dict) else [rope_types]) <= set(ROPE_TYPES):
         return "its RoPE depends on the sequence length"
-    if any(part.carved for part in model.anatomy.parts):
+    if any(part.carved for part in model.anatomy.parts) and not carved_experts:
         return "a router ahead of its layers chooses the experts"
     if any(not part.units for part in model.anatomy.parts):
         return "a layer lost all of its heads or channels"
@@ -213,7 +225,7 @@ def build_decoder(model: Model, max_model_len: int) -> Decoder:
 def linear_groups(model: Model) -> list[tuple[nn.Module, ...]]:
     """Return the linear layers of a supported network but its LM head and experts; those that share an input are
     together."""
-    parts = [part for part in _build_parts(model, 1) if not isinstance(part, MixtureOfExperts)]
+    parts = [part for part in _build_parts(model, 1) if isinstance(part, Attention | FeedForward)]
     return [group for part in parts for group in (part.input_projections, (part.output,))]
 
 
@@ -223,7 +235,13 @@ def mixtures(model: Model) -> list[MixtureOfExperts]:
     return [mixture for mixture in mixtures if mixture is not None]
 
 
-def _build_parts(model: Model, max_model_len: int) -> tuple[Attention | FeedForward | MixtureOfExperts, ...]:
+def carved_layers(model: Model) -> list[CarvedExperts]:
+    """Return the feed-forwards of a network that are carved into experts, in execution order."""
+    layers = [_build_carved(model.network, block) for block in model.anatomy.blocks]
+    return [layer for layer in layers if layer is not None]
+
+
+def _build_parts(model: Model, max_model_len: int) -> tuple[DecoderPart, ...]:
     rotaries: dict[str | None, Rotary] = {}
     attention: dict[int, Attention] = {}
     return tuple(
@@ -235,12 +253,13 @@ def _build_parts(model: Model, max_model_len: int) -> tuple[Attention | FeedForw
 
 def _build_block(
     model: Model, block: Block, rotaries: dict[str | None, Rotary], attention: dict[int, Attention], max_model_len: int
-) -> Iterator[Attention | FeedForward | MixtureOfExperts]:
+) -> Iterator[DecoderPart]:
     """Yield the parts of a block; `rotaries` has the RoPE tables by type of layer, and `attention` the attention of
     earlier blocks, as far as they are known."""
-    for part in (part for part in block.parts if part.mixture is None):
+    carved = _build_carved(model.network, block)
+    for part in (part for part in block.parts if part.mixture is None and not part.carved):
         if part.kind == "ffn_channels":
-            yield _build_feed_forward(model.network, block, part)
+            yield carved or _build_feed_forward(model.network, block, part)
             continue
         if part.map_of is not None:
             yield _build_reused_attention(model.network, block, part, attention[part.map_of])
@@ -314,6 +333,18 @@ def _build_mixture(network: Any, block: Block) -> MixtureOfExperts | None:
         experts=tuple(experts),
         activation=activation,
     )
+
+
+def _build_carved(network: Any, block: Block) -> CarvedExperts | None:
+    own = [part for part in block.parts if part.carved]
+    if not own:
+        return None
+    shared = next(part for part in block.parts if part.kind == "ffn_channels" and not part.carved)
+    experts = []
+    for part in own:
+        up, gate = (projection.module for projection in part.input_projections)
+        experts.append(ExpertLayers(gate, up, part.output.module))
+    return CarvedExperts(_build_feed_forward(network, block, shared), tuple(experts))
 
 
 def _activation_name(config: Any) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from smelt.kernels.dispatch import forced_backend
 from smelt.kernels.gated_activation import SILU, GatedActivation
 from smelt.kernels.gpu.activations import QuantizedRows, RowQuant
+from smelt.kernels.gpu.experts import Routing
 from smelt.kernels.gpu.fused_ops import (
     MAX_QUANTIZED_WIDTH,
     act_and_mul,
@@ -39,8 +40,17 @@ from smelt.kernels.lora import LoraTiles
 from smelt.models.lora import StackedFactors
 from smelt.models.quantized import QuantizedLinear
 from smelt.models.quantized_network import merge_dequantized
-from smelt.runtime.decoder import Attention, Decoder, FeedForward, MixtureOfExperts, Norm, merge_linears
-from smelt.runtime.gpu_experts import FusedExperts
+from smelt.runtime.decoder import (
+    Attention,
+    CarvedExperts,
+    Decoder,
+    DecoderPart,
+    FeedForward,
+    MixtureOfExperts,
+    Norm,
+    merge_linears,
+)
+from smelt.runtime.gpu_experts import FusedExperts, GroupedExperts, route_to
 
 # Queries, keys and values of all heads [tokens, heads * head_dim], before RoPE -> [tokens, heads * head_dim]
 Attend = Callable[[Tensor, Attention], Tensor]
@@ -67,18 +77,20 @@ class FusedNetwork:
         self._layers = [_fuse_part(part, dtype, lora) for part in network.parts]
         self._leaders = {part.map_of for part in network.parts if isinstance(part, Attention)}
         self._lm_head = FusedLinear([network.lm_head], dtype)
-        self.has_experts = any(isinstance(layer, FusedExperts) for layer in self._layers)
+        self.has_experts = any(isinstance(layer, FusedExperts | FusedCarvedExperts) for layer in self._layers)
+        self._carved = [layer.own for layer in self._layers if isinstance(layer, FusedCarvedExperts)]
 
     def kernel_sources(self) -> set[str]:
         """Return the sources of the matmuls of every batch size, for `compile_kernels`."""
         pairs = [layer for layer in self._layers if isinstance(layer, tuple)]
+        pairs += [layer.shared for layer in self._layers if isinstance(layer, FusedCarvedExperts)]
         linears = [self._lm_head, *(linear for pair in pairs for linear in pair)]
         products = [product for linear in linears for product in linear.products]
         shapes = {(product.weights.layout, *product.weights.tiles.shape): product for product in products}
         dtype = self.decoder.embedding.dtype
         sources = {source for product in shapes.values() for source in product.kernel_sources(dtype)}
         for layer in self._layers:
-            sources |= layer.kernel_sources() if isinstance(layer, FusedExperts) else set()
+            sources |= set() if isinstance(layer, tuple) else layer.kernel_sources()
         return sources
 
     def embed(self, token_ids: Tensor, slots: Tensor, last_tokens: Tensor) -> Tensor:  # [tokens, width]
@@ -88,19 +100,30 @@ class FusedNetwork:
         return hidden if scale == 1.0 else hidden.mul_(scale)
 
     def hidden(
-        self, hidden: Tensor, attend: Attend, tiles: LoraTiles | None = None, active: Tensor | None = None
+        self,
+        hidden: Tensor,
+        attend: Attend,
+        tiles: LoraTiles | None = None,
+        active: Tensor | None = None,
+        experts: Tensor | None = None,
     ) -> Tensor:  # [tokens, width] -> the same
         """Run all layers in place and return the hidden states before the final norm. `tiles`: tokens with adapters.
 
-        Tokens that are not `active` (bool [tokens]) are padding: no expert is read for them.
+        Tokens that are not `active` (bool [tokens]) are padding: no expert is read for them. `experts` [tokens] are
+        those of carved feed-forwards.
         """
         residual: Tensor | None = None
         shared: dict[int, Tensor] = {}  # queries, keys and values by layer, where others use its map
+        routing = None if experts is None else self._route_to(experts, active)
         for part, layer in zip(self.decoder.parts, self._layers, strict=True):
             y: Tensor | QuantizedRows
             if isinstance(layer, FusedExperts):
                 layer.add(hidden, residual, active)
                 residual = None
+                continue
+            if isinstance(layer, FusedCarvedExperts):
+                assert routing is not None
+                residual = layer.add(hidden, residual, routing)
                 continue
             first, second = layer
             if isinstance(part, Attention):
@@ -121,6 +144,11 @@ class FusedNetwork:
                 residual = second.forward_add(y, hidden, tiles)
         return hidden if residual is None else add_rms_norm(hidden, residual, None, 0.0)
 
+    def _route_to(self, experts: Tensor, active: Tensor | None) -> Routing:
+        """Sort tokens by their experts, which are the same in all layers."""
+        sizes = set.intersection(*(set(own.tile_sizes) for own in self._carved))
+        return route_to(experts, self._carved[0].num_experts, sorted(sizes), active)
+
     def logits(self, hidden: Tensor) -> Tensor:
         return self._lm_head.norm_forward(hidden, None, self.decoder.final_norm)
 
@@ -132,11 +160,35 @@ class FusedNetwork:
         return RotaryParams(rotary.cosines, rotary.sines, norms, epsilon, rotary.rotary_dim, rotary.interleaved)
 
 
+class FusedCarvedExperts:
+    """A feed-forward carved into experts: the channels of all tokens, and those of each token's expert."""
+
+    def __init__(self, part: CarvedExperts, dtype: torch.dtype) -> None:
+        self.part = part.shared
+        self.shared = FusedLinear(part.shared.input_projections, dtype), FusedLinear([part.shared.output], dtype)
+        self.own = GroupedExperts(part.experts, part.shared.activation, dtype)
+
+    def add(self, hidden: Tensor, residual: Tensor | None, routing: Routing) -> Tensor:
+        """Add `residual` to the hidden states and the experts' outputs, in place; return what is still to be added."""
+        first, second = self.shared
+        norm = self.part.norm
+        assert norm is not None
+        x = add_rms_norm(hidden, residual, norm.weight, norm.epsilon)
+        y = second.forward(act_and_mul(first.forward(x), self.part.activation))
+        self.own.add(x, routing, hidden)
+        return y
+
+    def kernel_sources(self) -> set[str]:
+        return self.own.kernel_sources(1)
+
+
 def _fuse_part(
-    part: Attention | FeedForward | MixtureOfExperts, dtype: torch.dtype, lora: Mapping[nn.Module, StackedFactors]
-) -> tuple[FusedLinear, FusedLinear] | FusedExperts:
+    part: DecoderPart, dtype: torch.dtype, lora: Mapping[nn.Module, StackedFactors]
+) -> tuple[FusedLinear, FusedLinear] | FusedExperts | FusedCarvedExperts:
     if isinstance(part, MixtureOfExperts):
         return FusedExperts(part, dtype)
+    if isinstance(part, CarvedExperts):
+        return FusedCarvedExperts(part, dtype)
     first = FusedLinear(part.input_projections, dtype, lora.get(part.input_projections[0]))
     return first, FusedLinear([part.output], dtype, lora.get(part.output))
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smelt.kernels.dispatch import forced_backend
+from smelt.kernels.gated_activation import GatedActivation
 from smelt.kernels.gpu import grouped, hopper_layout
 from smelt.kernels.gpu.activations import QuantizedRows
 from smelt.kernels.gpu.experts import Routing, combine, gather_rows, route
@@ -25,33 +26,61 @@ from smelt.models.model import Model
 from smelt.models.quantized import DEQUANTIZED, QuantizedLinear
 from smelt.models.quantized_network import lacks_kernel
 from smelt.runtime import decoder
-from smelt.runtime.decoder import MixtureOfExperts
+from smelt.runtime.decoder import ExpertLayers, MixtureOfExperts
 
 MAX_TOKENS = 2**14  # of a step whose kernels are compiled before they are needed
 Experts = Sequence[Sequence[nn.Module]]  # layers with the same input, of each expert
 
 
-class FusedExperts:
-    """A mixture of experts: norm, router, top-k, and two grouped GEMMs with a gate between them."""
+class GroupedExperts:
+    """The layers of all experts stacked: two grouped GEMMs with a gate between them."""
 
-    def __init__(self, part: MixtureOfExperts, dtype: torch.dtype) -> None:
-        self.part, self.dtype = part, dtype
-        self.gate_up = stack_linears([(expert.gate, expert.up) for expert in part.experts], dtype)
-        self.output = stack_linears([(expert.output,) for expert in part.experts], dtype)
-        self._gate_up_bias = _stack_biases([(expert.gate, expert.up) for expert in part.experts], dtype)
-        self._output_bias = _stack_biases([(expert.output,) for expert in part.experts], dtype)
-        sizes = set(self.gate_up.tile_sizes) & set(self.output.tile_sizes)
-        self._tile_sizes = sorted(sizes)
+    def __init__(self, experts: Sequence[ExpertLayers], activation: GatedActivation, dtype: torch.dtype) -> None:
+        self.dtype, self._activation, self.num_experts = dtype, activation, len(experts)
+        self.gate_up = stack_linears([(expert.gate, expert.up) for expert in experts], dtype)
+        self.output = stack_linears([(expert.output,) for expert in experts], dtype)
+        self._gate_up_bias = _stack_biases([(expert.gate, expert.up) for expert in experts], dtype)
+        self._output_bias = _stack_biases([(expert.output,) for expert in experts], dtype)
+        self.tile_sizes = sorted(set(self.gate_up.tile_sizes) & set(self.output.tile_sizes))
 
-    def add(self, hidden: Tensor, residual: Tensor | None, active: Tensor | None) -> None:
-        """Add `residual` to the hidden states [tokens, width], then the output of the mixture, both in place."""
-        x = add_rms_norm(hidden, residual, self.part.norm.weight, self.part.norm.epsilon)
-        routing = self.route(x, active)
+    def add(self, x: Tensor, routing: Routing, hidden: Tensor) -> None:
+        """Add the weighted outputs of the tokens' experts for x [tokens, width] to the hidden states, in place."""
         shared = len(x) == 1 and self.gate_up.quant is None
         inputs = x if shared else gather_rows(x, routing, self.gate_up.quant)
         gate_up = _add_bias(self.gate_up(inputs, routing, shared=shared), self._gate_up_bias, routing)
         output = self.output(self._gate(gate_up, routing), routing)
         combine(_add_bias(output, self._output_bias, routing), routing, hidden)
+
+    def _gate(self, gate_up: Tensor, routing: Routing) -> Tensor | QuantizedRows:
+        quant = self.output.quant
+        if quant is None:
+            return act_and_mul(gate_up, self._activation)
+        row_experts = None if quant.static_scale is None else routing.row_experts
+        return act_and_mul_quantize(gate_up, quant, self._activation, row_experts)
+
+    def kernel_sources(self, top_k: int) -> set[str]:
+        """Return the sources of the CUDA kernels of every number of tokens."""
+        counts = [2**power for power in range(MAX_TOKENS.bit_length())]
+        return {
+            source
+            for product in (self.gate_up, self.output)
+            for tokens in counts
+            for source in product.kernel_sources(
+                tokens, top_k, choose_tile_size(tokens, top_k, self.num_experts, self.tile_sizes), self.dtype
+            )
+        }
+
+
+class FusedExperts:
+    """A mixture of experts: norm, router, top-k, and the experts."""
+
+    def __init__(self, part: MixtureOfExperts, dtype: torch.dtype) -> None:
+        self.part, self.experts = part, GroupedExperts(part.experts, part.activation, dtype)
+
+    def add(self, hidden: Tensor, residual: Tensor | None, active: Tensor | None) -> None:
+        """Add `residual` to the hidden states [tokens, width], then the output of the mixture, both in place."""
+        x = add_rms_norm(hidden, residual, self.part.norm.weight, self.part.norm.epsilon)
+        self.experts.add(x, self.route(x, active), hidden)
 
     def route(self, x: Tensor, active: Tensor | None) -> Routing:
         part = self.part
@@ -59,41 +88,29 @@ class FusedExperts:
         logits = fused_gemv(x, part.router, bias) if len(x) == 1 else F.linear(x, part.router, bias)
         return route(
             logits, part.top_k, normalize=part.normalize, weight_dtype=part.weight_dtype,
-            tile_size=self.tile_size(len(x)), active=active,
+            tile_size=choose_tile_size(len(x), part.top_k, len(part.experts), self.experts.tile_sizes), active=active,
         )  # fmt: skip
 
-    def tile_size(self, num_tokens: int) -> int:
-        return choose_tile_size(num_tokens, self.part.top_k, len(self.part.experts), self._tile_sizes)
-
-    def _gate(self, gate_up: Tensor, routing: Routing) -> Tensor | QuantizedRows:
-        quant = self.output.quant
-        activation = self.part.activation
-        if quant is None:
-            return act_and_mul(gate_up, activation)
-        row_experts = None if quant.static_scale is None else routing.row_experts
-        return act_and_mul_quantize(gate_up, quant, activation, row_experts)
-
     def kernel_sources(self) -> set[str]:
-        """Return the sources of the CUDA kernels of every number of tokens."""
-        counts = [2**power for power in range(MAX_TOKENS.bit_length())]
-        products = (self.gate_up, self.output)
-        return {
-            source
-            for product in products
-            for tokens in counts
-            for source in product.kernel_sources(tokens, self.part.top_k, self.tile_size(tokens), self.dtype)
-        }
+        return self.experts.kernel_sources(self.part.top_k)
+
+
+def route_to(experts: Tensor, num_experts: int, tile_sizes: Sequence[int], active: Tensor | None) -> Routing:
+    """Route each token to the expert [tokens] that was chosen for it, with a weight of 1."""
+    chosen = experts[:, None] == torch.arange(num_experts, device=experts.device)
+    logits = torch.where(chosen, 0.0, float("-inf"))
+    size = choose_tile_size(len(experts), 1, num_experts, tile_sizes)
+    return route(logits, 1, normalize=True, weight_dtype=torch.float32, tile_size=size, active=active)
 
 
 def unsupported_reason(model: Model) -> str | None:
     """Return why a network cannot run fused on its GPU, or None if it can."""
-    if (reason := decoder.unsupported_reason(model)) is not None:
+    if (reason := decoder.unsupported_reason(model, carved_experts=True)) is not None:
         return reason
-    for mixture in decoder.mixtures(model):
-        for experts in (
-            [(each.gate, each.up) for each in mixture.experts],
-            [(each.output,) for each in mixture.experts],
-        ):
+    layers = [layer.experts for layer in decoder.mixtures(model)]
+    layers += [layer.experts for layer in decoder.carved_layers(model)]
+    for layer in layers:
+        for experts in ([(each.gate, each.up) for each in layer], [(each.output,) for each in layer]):
             if (reason := unstackable_reason(experts, model.network.dtype)) is not None:
                 return reason
     return None

@@ -24,7 +24,7 @@ from smelt.serve.engine.factory import build, check_kv_cache
 from smelt.serve.engine.prefill_pace import PrefillPace
 from smelt.serve.engine.prompt_logprobs import PromptLogprob
 from smelt.serve.engine.request import ANYONE, Request, RequestId, RequestStatus, Tenant, check_prompt, check_tokens
-from smelt.serve.engine.routed_runner import RoutedRunner
+from smelt.serve.engine.routed_runner import RoutesTokens
 from smelt.serve.engine.runner import InflightBatch
 from smelt.serve.engine.sampler import Logprobs
 from smelt.serve.engine.sampling_params import SamplingParams
@@ -228,7 +228,7 @@ class Engine:
             **(cache := self.scheduler.cache_manager.state()),
             "kv_bytes": cache["blocks"] * self.pool.block_bytes,
             "kv_bytes_used": cache["blocks_used"] * self.pool.block_bytes,
-            **(self.runner.expert_state() if isinstance(self.runner, RoutedRunner) else {}),
+            **(self.runner.expert_state() if isinstance(self.runner, RoutesTokens) else {}),
             "kv_tokens": sum(request.num_computed_tokens for request in self.scheduler.running),
             **self._counts,
         }

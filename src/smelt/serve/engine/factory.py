@@ -41,7 +41,7 @@ from smelt.serve.engine.per_head.cache import PerHeadCache, page_bytes
 from smelt.serve.engine.per_head.cache_manager import PerHeadCacheManager
 from smelt.serve.engine.per_head.gpu_pages import PerHeadGpuPages
 from smelt.serve.engine.per_head.runner import PerHeadRunner
-from smelt.serve.engine.routed_runner import RoutedRunner
+from smelt.serve.engine.routed_runner import RoutedGpuRunner, RoutedRunner
 from smelt.serve.engine.runner import InflightBatch, ModelRunner
 from smelt.serve.engine.scheduler import ScheduledBatch, Scheduler
 from smelt.serve.engine.sparse_runner import SparseRunner
@@ -100,7 +100,8 @@ class _ResolvedConfig:
     @cached_property
     def eager_reason(self) -> str | None:
         """Why the network runs eagerly on a GPU."""
-        if (reason := decoder.unsupported_reason(self.model)) is not None:
+        resident = self.config.expert_slots is None  # all experts, if they are carved
+        if (reason := decoder.unsupported_reason(self.model, carved_experts=resident)) is not None:
             return reason
         from smelt.runtime.gpu_experts import unsupported_reason  # needs Triton
 
@@ -272,37 +273,54 @@ def paged_runner(resolved: _ResolvedConfig, num_blocks: int) -> Runner:
     )
 
 
-def paged_gpu_runner(resolved: _ResolvedConfig, num_blocks: int) -> Runner:
+def paged_gpu_runner(resolved: _ResolvedConfig, num_blocks: int) -> GpuRunner:
+    return GpuRunner(resolved.model, **_gpu_settings(resolved, num_blocks), adapters=resolved.adapters)
+
+
+def _gpu_settings(resolved: _ResolvedConfig, num_blocks: int) -> dict[str, Any]:
     max_num_seqs, length = resolved.config.max_num_seqs, resolved.max_model_len
     pages = partial(
         PagedGpuPages, resolved.model, num_blocks, resolved.block_size, max_num_seqs, length, resolved.kv_cache_dtype
     )
-    return GpuRunner(resolved.model, pages, max_num_seqs=max_num_seqs, max_model_len=length, adapters=resolved.adapters)
+    return {"make_pages": pages, "max_num_seqs": max_num_seqs, "max_model_len": length}
 
 
 def _build_routed(resolved: _ResolvedConfig) -> tuple[Scheduler, Runner]:
     """Keep every token, and the experts of `expert_slots` slots; route tokens before they are scheduled."""
-    model, config, dtype = resolved.model, resolved.config, resolved.kv_cache_dtype
-    bytes_per_block = block_bytes(model.anatomy, resolved.block_size, model.network.dtype, dtype)
+    model, config = resolved.model, resolved.config
+    bytes_per_block = block_bytes(model.anatomy, resolved.block_size, model.network.dtype, resolved.kv_cache_dtype)
     num_blocks = resolved.num_blocks(bytes_per_block, config.max_num_seqs * resolved.blocks_per_request, model.device)
     pool = BlockPool(
         num_blocks, resolved.block_size, enable_prefix_caching=resolved.cache.enable_prefix_caching,
         block_bytes=bytes_per_block,
     )  # fmt: skip
-    runner = RoutedRunner(
-        model, num_blocks=num_blocks, block_size=resolved.block_size, max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=resolved.max_model_len,
-        kv_cache_dtype=dtype, expert_slots=config.expert_slots, expert_policy=config.expert_policy,
-        expert_prefetch=config.expert_prefetch,
-    )  # fmt: skip
-    limited = config.expert_slots is not None and config.expert_slots < runner.num_experts
+    runner = routed_runner(resolved, num_blocks)
+    num_experts = runner.token_router.num_experts
+    limited = config.expert_slots is not None and config.expert_slots < num_experts
     scheduler = ExpertScheduler(
-        PagedCacheManager(pool), route=runner.route, resident=runner.resident, num_experts=runner.num_experts,
+        PagedCacheManager(pool), route=runner.token_router.route, resident=runner.resident, num_experts=num_experts,
         max_experts=config.expert_slots if limited else None, expert_batching=config.expert_batching,
         max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs,
         prefill_chunk_size=config.prefill_chunk_size, max_queued=config.max_queued,
     )  # fmt: skip
     return scheduler, runner
+
+
+def routed_runner(resolved: _ResolvedConfig, num_blocks: int) -> RoutedRunner | RoutedGpuRunner:
+    """Return the fastest runner that routes tokens on this device."""
+    model, config = resolved.model, resolved.config
+    if resolved.runs_fused:
+        return routed_gpu_runner(resolved, num_blocks)
+    return RoutedRunner(
+        model, num_blocks=num_blocks, block_size=resolved.block_size, max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=resolved.max_model_len,
+        compiled=config.compiled, kv_cache_dtype=resolved.kv_cache_dtype, expert_slots=config.expert_slots,
+        expert_policy=config.expert_policy, expert_prefetch=config.expert_prefetch,
+    )  # fmt: skip
+
+
+def routed_gpu_runner(resolved: _ResolvedConfig, num_blocks: int) -> RoutedGpuRunner:
+    return RoutedGpuRunner(resolved.model, **_gpu_settings(resolved, num_blocks))
 
 
 def _build_sparse(resolved: _ResolvedConfig, selection: SparseAttentionConfig) -> tuple[Scheduler, Runner]:

@@ -46,7 +46,7 @@ class _Graph:
     writes."""
 
     graph: Any
-    inputs: Tensor  # int64: slots, seq_lens and token ids, or those of PrefillInputs; then the LoraTiles, if any
+    inputs: Tensor  # int64: slots, seq_lens and token ids, or those of PrefillInputs; then what `_pack_extra` returns
     tokens: Tensor  # [size]
     logits: Tensor  # [size, vocabulary]
 
@@ -170,7 +170,7 @@ class GpuRunner:
         inputs = np.empty((3, size), dtype=np.int64)
         inputs[:, count:] = [[self.max_num_seqs], [0], [0]]
         inputs[:, :count] = np.array([_decode_inputs(chunk.request, chunk.start) for chunk in chunks]).T
-        values = self._to_device(np.concatenate((inputs.ravel(), self._pack_tiles(chunks, size))))
+        values = self._to_device(np.concatenate((inputs.ravel(), self._pack_extra(chunks, size))))
         bound = self._seq_len_bound(size, int(inputs[1].max()))
         if self.cuda_graphs:
             tokens, logits = self._captured_graph(size, bound, with_adapters).replay(values)
@@ -186,23 +186,30 @@ class GpuRunner:
     def _uses_adapters(self, chunks: Sequence[ScheduledChunk]) -> bool:
         return self.adapters is not None and uses_adapters(chunks)
 
-    def _pack_tiles(self, chunks: Sequence[ScheduledChunk], size: int) -> np.ndarray[Any, Any]:
-        """Return the tokens of a step that have adapters, as `LoraTiles` packs them; empty if none has one."""
+    def _pack_extra(self, chunks: Sequence[ScheduledChunk], size: int) -> np.ndarray[Any, Any]:
+        """Return what follows the inputs of a step: the tokens that have adapters, as `LoraTiles` packs them; empty if
+        none has one."""
         if self.adapters is None or not uses_adapters(chunks):
             return np.empty(0, dtype=np.int64)
         return LoraTiles.pack(self.adapters.token_indices(chunks), size, self.adapters.max_loras)
 
-    def _empty_tiles(self, size: int) -> np.ndarray[Any, Any]:
+    def _empty_extra(self, size: int, with_adapters: bool) -> np.ndarray[Any, Any]:
+        """Return the same for a step that is captured."""
+        if not with_adapters:
+            return np.empty(0, dtype=np.int64)
         assert self.adapters is not None
         return LoraTiles.pack(np.empty(0, dtype=np.int64), size, self.adapters.max_loras)
+
+    def _hidden(self, embedded: Tensor, attend: Attend, extra: Tensor, active: Tensor | None) -> Tensor:
+        """Run the layers; `extra` is the end of the inputs."""
+        return self.network.hidden(embedded, attend, _split_tiles(extra, len(embedded)), active)
 
     def _captured_graph(self, size: int, bound: int, with_adapters: bool = False) -> _Graph:
         captured = self._captured_lora if with_adapters else self._captured
         if (size, bound) not in captured:
             inputs = np.zeros((3, size), dtype=np.int64)
             inputs[0] = self.max_num_seqs
-            tiles = [self._empty_tiles(size)] if with_adapters else []
-            values = self._to_device(np.concatenate((inputs.ravel(), *tiles)))
+            values = self._to_device(np.concatenate((inputs.ravel(), self._empty_extra(size, with_adapters))))
             forward = partial(self._forward_decode, size=size, bound=bound)
             captured[size, bound] = self._capture(values, forward)
         return captured[size, bound]
@@ -224,7 +231,7 @@ class GpuRunner:
         slots, seq_lens, token_ids = values[: 3 * size].view(3, size)
         attend = self.pages.decode_attention(slots, seq_lens, self.network, bound)
         embedded = self.network.embed(token_ids, slots, self._last_tokens)
-        hidden = self.network.hidden(embedded, attend, _split_tiles(values[3 * size :], size), self._active(slots))
+        hidden = self._hidden(embedded, attend, values[3 * size :], self._active(slots))
         logits = self.network.logits(hidden)
         return argmax_tokens(logits, slots, self._last_tokens), logits
 
@@ -244,7 +251,7 @@ class GpuRunner:
         tokens, rows = _build_token_inputs(chunks), sampling_indices(chunks)
         size = next(size for size in PREFILL_SIZES if size >= tokens.shape[1])
         packed = PrefillInputs.pack(tokens, chunks, rows, size, self.max_num_seqs)
-        values = self._to_device(np.concatenate((packed, self._pack_tiles(chunks, size))))
+        values = self._to_device(np.concatenate((packed, self._pack_extra(chunks, size))))
         if self.cuda_graphs:
             captured = self._captured_prefill_graph(size, self._uses_adapters(chunks))
             first_tokens, logits = captured.replay(values)
@@ -262,8 +269,8 @@ class GpuRunner:
         captured = self._captured_lora_prefill if with_adapters else self._captured_prefill
         if size not in captured:
             tokens = np.zeros((3, 0), dtype=np.int64)
-            tiles = [self._empty_tiles(size)] if with_adapters else []
-            values = np.concatenate((PrefillInputs.pack(tokens, [], [], size, self.max_num_seqs), *tiles))
+            packed = PrefillInputs.pack(tokens, [], [], size, self.max_num_seqs)
+            values = np.concatenate((packed, self._empty_extra(size, with_adapters)))
             captured[size] = self._capture(self._to_device(values), lambda values: self._forward_prefill(values, size))
         return captured[size]
 
@@ -275,7 +282,7 @@ class GpuRunner:
         assert isinstance(self.pages, PagedGpuPages)
         attend = self.pages.prefill_attention(inputs, self.network)
         embedded = self.network.embed(inputs.token_ids, inputs.slots, self._last_tokens)
-        hidden = self.network.hidden(embedded, attend, _split_tiles(rest, size), self._active(inputs.slots))
+        hidden = self._hidden(embedded, attend, rest, self._active(inputs.slots))
         logits = self.network.logits(hidden[inputs.logits_rows])
         return argmax_tokens(logits, inputs.logits_slots, self._last_tokens), logits
 
@@ -289,9 +296,9 @@ class GpuRunner:
         token_ids, slots, positions = self._to_device(_build_token_inputs(chunks))
         rows = self._to_device(np.array(sampling_indices(chunks), dtype=np.int64))
         prompt_rows = self._to_device(np.array(prompt_logits_indices(chunks), dtype=np.int64))
-        tiles = _split_tiles(self._to_device(self._pack_tiles(chunks, len(slots))), len(slots))
+        extra = self._to_device(self._pack_extra(chunks, len(slots)))
         embedded = self.network.embed(token_ids, slots, self._last_tokens)
-        hidden = self.network.hidden(embedded, self._mixed_attention(chunks, slots, positions), tiles)
+        hidden = self._hidden(embedded, self._mixed_attention(chunks, slots, positions), extra, None)
         logprobs = compute_prompt_logprobs(chunks, lambda part: self.network.logits(hidden[prompt_rows[part]]))
         if not requests:
             return InflightBatch(batch, requests, None, logprobs)
