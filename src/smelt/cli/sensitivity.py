@@ -23,7 +23,7 @@ from smelt.errors import DataError
 from smelt.files import check_writable
 from smelt.progress import progress_bars
 from smelt.report.page import write_page
-from smelt.report.sensitivity import HEADINGS, cheapest_rows, conditions, render_sensitivity
+from smelt.report.sensitivity import SHORT_HEADINGS, cheapest_rows, conditions, render_sensitivity
 
 PageOption = Annotated[Path, typer.Option("-o", "--out", help="Write this HTML page.", rich_help_panel=RUN)]
 DataOption = Annotated[
@@ -122,7 +122,8 @@ def run(
         **result.to_json(),
         "machine": machine(),
     }
-    console.print(table(f"{model}: {conditions(content)}; cheapest to remove", HEADINGS, cheapest_rows(content)))
+    title = f"{model}: {conditions(content)}; increase of the loss, cheapest to remove first"
+    console.print(table(title, SHORT_HEADINGS, cheapest_rows(content)))
     write_json(json_file, content)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_page(render_sensitivity(content), out)

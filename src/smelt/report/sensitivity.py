@@ -47,6 +47,7 @@ def render_sensitivity(content: Content) -> str:
 
 
 HEADINGS = ["what", "loss increase", "standard error", "parameters", "increase per million parameters"]
+SHORT_HEADINGS = ["what", "loss", "error", "parameters", "per million"]  # for a terminal
 _CHEAPEST_NOTE = (
     "By the increase of the loss per parameter that leaves. A negative increase is noise, or a part that harms."
 )
