@@ -7,10 +7,13 @@ byte of a step passes through this file, so values, indices, counts, scales and 
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as distributed
@@ -20,6 +23,8 @@ from smelt.errors import ConfigError, ResourceError, SmeltError
 
 _all_gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)  # renamed in torch 2.13
 _reduce_scatter = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
+
+_GLOO_GRACE = 0.1  # seconds
 
 
 class Comm:
@@ -32,6 +37,8 @@ class Comm:
         self.rank = distributed.get_rank(group) if initialized else 0
         self.bytes_received: Counter[str] = Counter()  # by purpose
         self._supports_cpu = not initialized or "cpu" in distributed.get_backend_config(group)  # not with nccl alone
+        if self.world_size > 1 and self._supports_cpu:
+            _wait_for_gloo_at_exit()
 
     def all_gather(self, tensor: Tensor, purpose: str) -> Tensor:
         """Gather [...] of every rank into [world_size, ...] on the tensor's device; all shapes must be equal."""
@@ -176,3 +183,13 @@ def _num_bytes(tensor: Tensor) -> int:
 def _as_bytes(tensor: Tensor) -> Tensor:
     """View the same memory as bytes, which every backend can send whatever the dtype."""
     return tensor.view(-1).view(torch.uint8)
+
+
+@cache
+def _wait_for_gloo_at_exit() -> None:
+    """Let gloo's threads release their last collectives before the interpreter ends.
+
+    A collective of a backward pass holds a Python object. A thread of gloo that releases it while the interpreter ends
+    aborts the process, although all of its work is done.
+    """
+    atexit.register(time.sleep, _GLOO_GRACE)
