@@ -86,6 +86,18 @@ def test_the_last_ids_decide_the_expert_of_a_token() -> None:
     assert torch.allclose(alone, full, atol=1e-5) and not torch.allclose(shorter, full, atol=1e-4)
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_last_token_alone_has_the_same_logits(layers: int) -> None:
+    """Also of texts that are padded on the left."""
+    built = router(BUILDS["llama"](), layers=layers, window=8)
+    tokens, mask = ids(3, 20), torch.ones(3, 20, dtype=torch.int64)
+    mask[1, :13] = mask[2, :19] = 0
+    with torch.no_grad():
+        logits = built(tokens, mask, last_only=True)
+        assert logits.shape == (3, 1, 3)
+        torch.testing.assert_close(logits, built(tokens, mask)[:, -1:])
+
+
 def test_mixed_precision_does_not_change_the_routes() -> None:
     routing, tokens = router(BUILDS["llama"]()), ids(batch=16, length=60)
     with torch.autocast("cpu", torch.bfloat16):

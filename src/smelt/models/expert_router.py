@@ -81,20 +81,22 @@ class ExpertRouter(nn.Module):
                     nn.init.kaiming_uniform_(layer.weight, a=5**0.5, generator=generator)
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, cache: Cache | None = None, first_layer: int = 0
-    ) -> Tensor:
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, cache: Cache | None = None, first_layer: int = 0,
+        *, last_only: bool = False,
+    ) -> Tensor:  # fmt: skip
         """`attention_mask` [batch, cached and new tokens] is zero for padding; with a cache, keys and values are its
-        layers from `first_layer` on."""
+        layers from `first_layer` on. `last_only`: return the logits of the last token alone, [batch, 1, experts]."""
         x = F.embedding(input_ids, self.embed_tokens.weight).float()
         for index, block in enumerate(self.layers):
-            x = block(x, attention_mask, cache, first_layer + index)
+            is_last = index == len(self.layers) - 1
+            x = block(x, attention_mask, cache, first_layer + index, 1 if last_only and is_last else x.shape[1])
         return _linear(_norm(x, self.norm), self.head)
 
     @torch.no_grad()
-    def route(self, input_ids: Tensor, attention_mask: Tensor | None = None, **cached: Any) -> Tensor:
-        """Return the expert of each token, [batch, tokens]."""
+    def route(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
+        """Return the expert of each token, [batch, tokens]; `options` are those of `forward`."""
         with torch.autocast(input_ids.device.type, enabled=False):  # the same in mixed-precision training
-            return self(input_ids, attention_mask, **cached).argmax(dim=-1)
+            return self(input_ids, attention_mask, **options).argmax(dim=-1)
 
     def shares(self, input_ids: Tensor) -> list[float]:
         """Return the fraction of these tokens that each expert gets."""
@@ -114,11 +116,16 @@ class RouterBlock(nn.Module):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"):
             self.add_module(name, nn.Linear(config.width, config.width, bias=False))
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None, cache: Cache | None, layer: int) -> Tensor:
+    def forward(
+        self, x: Tensor, attention_mask: Tensor | None, cache: Cache | None, layer: int, num_outputs: int
+    ) -> Tensor:
+        """Return the results of the last `num_outputs` tokens; the others only have keys and values."""
         normalized = _norm(x, self.attention_norm)
+        skipped = x.shape[1] - num_outputs
+        x = x[:, skipped:]
         queries, keys, values = (
-            _linear(normalized, self.get_submodule(name)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for name in ("q_proj", "k_proj", "v_proj")
+            _linear(tokens, self.get_submodule(name)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for name, tokens in (("q_proj", normalized[:, skipped:]), ("k_proj", normalized), ("v_proj", normalized))
         )  # [batch, heads, tokens, head_dim]
         start = 0
         if cache is not None:
@@ -129,7 +136,7 @@ class RouterBlock(nn.Module):
             keys, values = (tensor.float() for tensor in cached[:2])
         else:
             keys = _rotate(keys, 0)
-        context = self._attend(_rotate(queries, start), keys, values, attention_mask)
+        context = self._attend(_rotate(queries, start + skipped), keys, values, attention_mask)
         x = x + _linear(context, self.get_submodule("o_proj"))
         inner = F.silu(_linear(_norm(x, self.feed_forward_norm), self.get_submodule("up_proj")))
         return x + _linear(inner, self.get_submodule("down_proj"))

@@ -60,7 +60,7 @@ class TokenRouter:
         longest = max(map(len, rows))
         padded = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=self.device)
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=self.device)
-        experts = self.router.route(padded, mask)[:, -1].tolist()
+        experts = self.router.route(padded, mask, last_only=True)[:, -1].tolist()
         for request, expert in zip(requests, experts, strict=True):
             request.expert_routes.append(expert)
 
