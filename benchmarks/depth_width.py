@@ -1,18 +1,20 @@
 """Depth and width baselines on SmolLM2-135M: WikiText-2 perplexity at equal budgets of block parameters, untrained.
 
-    PYTHONPATH=src:benchmarks python benchmarks/depth_width.py [--samples 64] [--windows 64] [--device cuda] [--resume]
+    PYTHONPATH=src:benchmarks python benchmarks/depth_width.py [--samples 64] [--windows 64] [--seeds 0 1 2]
+        [--device cuda] [--resume]
 
 Whole blocks by Block Influence (ShortGPT) and by the loss without them (Minitron), the reverse order of ShortGPT as a
 negative control, hidden size (SliceGPT with one rotation for all blocks), and equal widths of heads and FFN channels
-(Minitron) beside Fisher pruning without repair. All see the same calibration windows of the training split; nothing is
-trained. Parameters are all of the model's: SliceGPT unties the head. The speedup is that of one forward of 128 tokens,
-against the source model in turns. Rows are written as they are finished.
+(Minitron) beside Fisher pruning without repair. All see the same calibration windows of the training split, which a
+seed draws; nothing is trained. Parameters are all of the model's: SliceGPT unties the head. The speedup is that of one
+forward of 128 tokens, against the source model in turns. Rows are written as they are finished.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import statistics
 import time
 from typing import Any
 
@@ -50,33 +52,43 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=64, help=f"test windows of {CONTEXT} tokens")
     parser.add_argument("--kept", type=float, nargs="+", default=list(KEPT), help="shares of the block parameters")
     parser.add_argument("--methods", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the calibration windows")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--name", default="depth_width", help="of the results file")
     parser.add_argument("--resume", action="store_true", help="keep the rows of a run that was cut off")
     options = parser.parse_args()
     base = load("smollm2-135m", device=options.device)
     train = load_text(shared() / "data/wikitext2/train.txt.gz")
-    batches = text_batches(train, base.tokenizer, samples=options.samples, length=LENGTH, batch_size=BATCH, seed=0)
     rows = previous_rows(options.name, options.resume)
     if not rows:
-        rows = [{"method": "dense", "kept": 1.0, **measure(base, base, options), "seconds": 0.0}]
-    done = {(row["method"], row["kept"]) for row in rows}
-    for kept in options.kept:
-        for name in options.methods:
-            if (name, kept) in done:
-                continue
-            model = Model(copy.deepcopy(base.network), base.tokenizer, source="smollm2-135m")
-            begun = time.monotonic()
-            try:
-                removed = prune(model, name, kept, MethodContext(batches=batches))
-            except SmeltError as error:
-                print(name, kept, error, flush=True)
-                continue
-            seconds = time.monotonic() - begun
-            row = {"method": name, "kept": kept, **measure(model, base, options), "seconds": seconds, **removed}
-            rows.append(row)
-            print(row, flush=True)
-            write(options.name, rows, text(rows, options))
+        rows = [{"method": "dense", "kept": 1.0, "seed": 0, **measure(base, base, options), "seconds": 0.0}]
+    done = {key(row) for row in rows}
+    cells = [
+        {"method": name, "kept": kept, "seed": seed}
+        for seed in options.seeds for kept in options.kept for name in options.methods
+    ]  # fmt: skip
+    for cell in cells:
+        if key(cell) in done:
+            continue
+        batches = text_batches(
+            train, base.tokenizer, samples=options.samples, length=LENGTH, batch_size=BATCH, seed=cell["seed"]
+        )
+        model = Model(copy.deepcopy(base.network), base.tokenizer, source="smollm2-135m")
+        begun = time.monotonic()
+        try:
+            removed = prune(model, cell["method"], cell["kept"], MethodContext(batches=batches, seed=cell["seed"]))
+        except SmeltError as error:
+            print(cell, error, flush=True)
+            continue
+        seconds = time.monotonic() - begun
+        row = {**cell, **measure(model, base, options), "seconds": seconds, **removed}
+        rows.append(row)
+        print(row, flush=True)
+        write(options.name, rows, text(rows, options))
+
+
+def key(row: dict[str, Any]) -> tuple[str, float, int]:
+    return row["method"], row["kept"], row["seed"]
 
 
 def prune(model: Model, name: str, kept: float, context: MethodContext) -> dict[str, Any]:
@@ -103,27 +115,31 @@ def measure(model: Model, base: Model, options: argparse.Namespace) -> dict[str,
 
 def text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
     dense = rows[0]
+    groups: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["method"], row["kept"]), []).append(row)
+    ordered = sorted(groups.values(), key=lambda same: (-same[0]["kept"], mean(same, "perplexity")))
     cells = [
         [
-            row["method"], f"{row['kept']:g}", f"{row['block_parameters'] / dense['block_parameters']:.3f}",
-            f"{row['parameters'] / 1e6:.1f}", f"{row['perplexity']:.2f}", f"{row['prompt_speedup']:.2f}x",
-            f"{row['seconds']:.0f}", _what(row),
+            same[0]["method"], f"{same[0]['kept']:g}",
+            f"{mean(same, 'block_parameters') / dense['block_parameters']:.3f}",
+            f"{mean(same, 'parameters') / 1e6:.1f}", f"{mean(same, 'perplexity'):.2f}",
+            ", ".join(f"{row['perplexity']:.2f}" for row in same), f"{mean(same, 'prompt_speedup'):.2f}x",
+            f"{mean(same, 'seconds'):.0f}", "; ".join(dict.fromkeys(_what(row) for row in same)),
         ]
-        for row in sorted(rows, key=lambda row: (-row["kept"], row["perplexity"]))
+        for same in ordered
     ]  # fmt: skip
-    headings = [
-        "method",
-        "budget",
-        "block parameters",
-        "all parameters, M",
-        "perplexity",
-        "prompt of 128",
-    ]
+    headings = ["method", "budget", "block parameters", "all parameters, M", "perplexity", "by seed", "prompt of 128",
+                "seconds", "what went"]  # fmt: skip
     return (
         f"# Depth and width baselines: SmolLM2-135M, WikiText-2\n\nNothing is trained or repaired. {options.samples} "
         f"calibration windows of {LENGTH} tokens; perplexity at context {CONTEXT} on the first {options.windows} "
-        f"windows of the test split.\n\n{table([*headings, 'seconds', 'what went'], cells)}"
+        f"windows of the test split.\n\n{table(headings, cells)}"
     )
+
+
+def mean(rows: list[dict[str, Any]], name: str) -> float:
+    return statistics.mean(row[name] for row in rows)
 
 
 def _what(row: dict[str, Any]) -> str:
