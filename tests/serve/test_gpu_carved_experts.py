@@ -14,38 +14,53 @@ from tests.kernels.triton_device import DEVICE  # isort: skip  (before anything 
 from smelt.models.carved_experts import LayerChannels
 from smelt.serve.engine import factory
 from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.factory import routed_gpu_runner
 from smelt.serve.engine.sampling_params import SamplingParams
 from tests.carved import CHANNELS, carved
 from tests.serve.gpu_runner import small_tiles  # noqa: F401  (a fixture)
 from tests.serve.test_routed_engine import SMALL, expected
 
 UNEVEN = LayerChannels(tuple(range(5)), (tuple(range(5, 8)), tuple(range(5, 48)), tuple(range(8, 30))))
-_PROMPTS = [[(7 * i + 3) % 90 + 5 for i in range(19)], [(5 * i + 11) % 90 + 5 for i in range(9)], [50, 60]]
+_PROMPTS = [[(7 * i + 3) % 90 + 5 for i in range(19)], [(5 * i + 11) % 90 + 5 for i in range(9)], [50, 60], [70]]
 
 
 @pytest.fixture(autouse=True)
 def _gpu_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enable the GPU runner also without a CUDA device."""
-    monkeypatch.setattr(factory, "routed_runner", routed_gpu_runner)
+    monkeypatch.setattr(factory._ResolvedConfig, "runs_fused", True)
 
 
-@pytest.mark.parametrize("case", ["at once", "in chunks", "two at a time", "quantized KV cache"])
+@pytest.mark.parametrize("case", ["in chunks", "two at a time", "preempted", "quantized KV cache"])
 def test_answers_are_those_of_transformers(case: str) -> None:
-    """Layers differ in the widths of their experts; decode steps of three tokens are padded to four."""
+    """Layers differ in the widths of their experts; the first token of a prompt of one has no step before it."""
     options: dict[str, Any] = {
-        "at once": {}, "in chunks": {"prefill_chunk_size": 4, "max_num_batched_tokens": 8},
+        "in chunks": {"prefill_chunk_size": 4, "max_num_batched_tokens": 8},
         "two at a time": {"max_num_batched_tokens": 2}, "quantized KV cache": {"kv_cache_dtype": "int8"},
+        "preempted": {"kv_cache_bytes": 11 * 4 * 3 * 2 * 2 * 8 * 4},
     }[case]  # fmt: skip
     model = carved(channels=[CHANNELS, UNEVEN, CHANNELS])
     wanted = [expected(model, prompt, 5) for prompt in _PROMPTS]
     model.network.to(DEVICE)
-    engine = Engine(model, **SMALL, **options)
+    engine = Engine(model, **{**SMALL, **options})
     assert engine.backend.startswith("fused-gpu")
     sampling = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
     requests = [engine.submit(prompt, sampling)[0] for prompt in _PROMPTS]
     while engine.busy:
         engine.step()
     assert [request.output for request in requests] == wanted
-    assert len({expert for request in requests for expert in request.expert_routes}) == 3
-    assert engine.state()["expert_uses"] > 3
+    assert engine.state()["expert_uses"] > engine.state()["steps"]  # so that wrong routes would be noticed
+    assert (engine.state()["preemptions"] > 0) == (case == "preempted")
+
+
+def test_prompts_in_the_prefix_cache_are_routed_too() -> None:
+    """Only the last token of a prompt is computed again, in a decode step: its route needs the tokens before it."""
+    model = carved()
+    prompts = [[*prompt, 80 + index] for index, prompt in enumerate(_PROMPTS[:2])]
+    wanted = [expected(model, prompt, 3) for prompt in prompts]
+    model.network.to(DEVICE)
+    engine = Engine(model, **SMALL)
+    sampling = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    for _ in range(2):
+        requests = [engine.submit(prompt, sampling)[0] for prompt in prompts]
+        while engine.busy:
+            engine.step()
+        assert [request.output for request in requests] == wanted

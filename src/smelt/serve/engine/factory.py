@@ -294,7 +294,16 @@ def _build_routed(resolved: _ResolvedConfig) -> tuple[Scheduler, Runner]:
         num_blocks, resolved.block_size, enable_prefix_caching=resolved.cache.enable_prefix_caching,
         block_bytes=bytes_per_block,
     )  # fmt: skip
-    runner = routed_runner(resolved, num_blocks)
+    if resolved.runs_fused:
+        return resolved.scheduler(PagedCacheManager(pool)), RoutedGpuRunner(
+            model, **_gpu_settings(resolved, num_blocks)
+        )
+    runner = RoutedRunner(
+        model, num_blocks=num_blocks, block_size=resolved.block_size, max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=resolved.max_model_len,
+        compiled=config.compiled, kv_cache_dtype=resolved.kv_cache_dtype, expert_slots=config.expert_slots,
+        expert_policy=config.expert_policy, expert_prefetch=config.expert_prefetch,
+    )  # fmt: skip
     num_experts = runner.token_router.num_experts
     limited = config.expert_slots is not None and config.expert_slots < num_experts
     scheduler = ExpertScheduler(
@@ -304,23 +313,6 @@ def _build_routed(resolved: _ResolvedConfig) -> tuple[Scheduler, Runner]:
         prefill_chunk_size=config.prefill_chunk_size, max_queued=config.max_queued,
     )  # fmt: skip
     return scheduler, runner
-
-
-def routed_runner(resolved: _ResolvedConfig, num_blocks: int) -> RoutedRunner | RoutedGpuRunner:
-    """Return the fastest runner that routes tokens on this device."""
-    model, config = resolved.model, resolved.config
-    if resolved.runs_fused:
-        return routed_gpu_runner(resolved, num_blocks)
-    return RoutedRunner(
-        model, num_blocks=num_blocks, block_size=resolved.block_size, max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=resolved.max_model_len,
-        compiled=config.compiled, kv_cache_dtype=resolved.kv_cache_dtype, expert_slots=config.expert_slots,
-        expert_policy=config.expert_policy, expert_prefetch=config.expert_prefetch,
-    )  # fmt: skip
-
-
-def routed_gpu_runner(resolved: _ResolvedConfig, num_blocks: int) -> RoutedGpuRunner:
-    return RoutedGpuRunner(resolved.model, **_gpu_settings(resolved, num_blocks))
 
 
 def _build_sparse(resolved: _ResolvedConfig, selection: SparseAttentionConfig) -> tuple[Scheduler, Runner]:

@@ -46,7 +46,7 @@ class _Graph:
     writes."""
 
     graph: Any
-    inputs: Tensor  # int64: slots, seq_lens and token ids, or those of PrefillInputs; then what `_pack_extra` returns
+    inputs: Tensor  # int64: slots, seq_lens and token ids, or those of PrefillInputs; then what `_hidden` reads
     tokens: Tensor  # [size]
     logits: Tensor  # [size, vocabulary]
 
@@ -170,7 +170,7 @@ class GpuRunner:
         inputs = np.empty((3, size), dtype=np.int64)
         inputs[:, count:] = [[self.max_num_seqs], [0], [0]]
         inputs[:, :count] = np.array([_decode_inputs(chunk.request, chunk.start) for chunk in chunks]).T
-        values = self._to_device(np.concatenate((inputs.ravel(), self._pack_extra(chunks, size))))
+        values = self._step_inputs(inputs.ravel(), chunks, size)
         bound = self._seq_len_bound(size, int(inputs[1].max()))
         if self.cuda_graphs:
             tokens, logits = self._captured_graph(size, bound, with_adapters).replay(values)
@@ -186,22 +186,25 @@ class GpuRunner:
     def _uses_adapters(self, chunks: Sequence[ScheduledChunk]) -> bool:
         return self.adapters is not None and uses_adapters(chunks)
 
-    def _pack_extra(self, chunks: Sequence[ScheduledChunk], size: int) -> np.ndarray[Any, Any]:
-        """Return what follows the inputs of a step: the tokens that have adapters, as `LoraTiles` packs them; empty if
-        none has one."""
+    def _step_inputs(self, packed: np.ndarray[Any, Any], chunks: Sequence[ScheduledChunk], size: int) -> Tensor:
+        """Copy the inputs of a step of `size` tokens to the device, and what follows them."""
+        return self._to_device(np.concatenate((packed, self._pack_tiles(chunks, size))))
+
+    def _pack_tiles(self, chunks: Sequence[ScheduledChunk], size: int) -> np.ndarray[Any, Any]:
+        """Return the tokens of a step that have adapters, as `LoraTiles` packs them; empty if none has one."""
         if self.adapters is None or not uses_adapters(chunks):
             return np.empty(0, dtype=np.int64)
         return LoraTiles.pack(self.adapters.token_indices(chunks), size, self.adapters.max_loras)
 
     def _empty_extra(self, size: int, with_adapters: bool) -> np.ndarray[Any, Any]:
-        """Return the same for a step that is captured."""
+        """Return what follows the inputs of a step that is captured."""
         if not with_adapters:
             return np.empty(0, dtype=np.int64)
         assert self.adapters is not None
         return LoraTiles.pack(np.empty(0, dtype=np.int64), size, self.adapters.max_loras)
 
     def _hidden(self, embedded: Tensor, attend: Attend, extra: Tensor, active: Tensor | None) -> Tensor:
-        """Run the layers; `extra` is the end of the inputs."""
+        """Run the layers; `extra` is what follows the inputs."""
         return self.network.hidden(embedded, attend, _split_tiles(extra, len(embedded)), active)
 
     def _captured_graph(self, size: int, bound: int, with_adapters: bool = False) -> _Graph:
@@ -251,7 +254,7 @@ class GpuRunner:
         tokens, rows = _build_token_inputs(chunks), sampling_indices(chunks)
         size = next(size for size in PREFILL_SIZES if size >= tokens.shape[1])
         packed = PrefillInputs.pack(tokens, chunks, rows, size, self.max_num_seqs)
-        values = self._to_device(np.concatenate((packed, self._pack_extra(chunks, size))))
+        values = self._step_inputs(packed, chunks, size)
         if self.cuda_graphs:
             captured = self._captured_prefill_graph(size, self._uses_adapters(chunks))
             first_tokens, logits = captured.replay(values)
@@ -296,7 +299,7 @@ class GpuRunner:
         token_ids, slots, positions = self._to_device(_build_token_inputs(chunks))
         rows = self._to_device(np.array(sampling_indices(chunks), dtype=np.int64))
         prompt_rows = self._to_device(np.array(prompt_logits_indices(chunks), dtype=np.int64))
-        extra = self._to_device(self._pack_extra(chunks, len(slots)))
+        extra = self._step_inputs(np.empty(0, dtype=np.int64), chunks, len(slots))
         embedded = self.network.embed(token_ids, slots, self._last_tokens)
         hidden = self._hidden(embedded, self._mixed_attention(chunks, slots, positions), extra, None)
         logprobs = compute_prompt_logprobs(chunks, lambda part: self.network.logits(hidden[prompt_rows[part]]))
@@ -340,8 +343,12 @@ def _is_long(chunk: ScheduledChunk) -> bool:
 
 def _decode_inputs(request: Request, position: int) -> tuple[int, int, int]:
     """Return a request's slot, its length including `position`, and the token there, if the host has it."""
-    token = request.tokens[position] if position < len(request.tokens) else PLACEHOLDER_TOKEN_ID
-    return request.slot, position + 1, token
+    return request.slot, position + 1, known_token(request, position)
+
+
+def known_token(request: Request, position: int) -> int:
+    """Return the token at a position, or a placeholder if only the device has it."""
+    return request.tokens[position] if position < len(request.tokens) else PLACEHOLDER_TOKEN_ID
 
 
 def _build_token_inputs(chunks: list[ScheduledChunk]) -> np.ndarray[Any, Any]:

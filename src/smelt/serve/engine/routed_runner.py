@@ -6,6 +6,7 @@ before the next step is scheduled: the scheduler can group tokens by expert, and
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,11 @@ from torch import Tensor
 from smelt.errors import ModelError, RequestError
 from smelt.models.carved_experts import carved_layers, carved_routes_of
 from smelt.models.carved_feed_forward import SharedRouting
+from smelt.models.expert_router import ExpertRouter
 from smelt.models.model import Model
 from smelt.serve.engine.expert_cache import ExpertCache
 from smelt.serve.engine.expert_slots import ExpertSlots
-from smelt.serve.engine.gpu_runner import GpuRunner
+from smelt.serve.engine.gpu_runner import GpuRunner, known_token
 from smelt.serve.engine.request import Request
 from smelt.serve.engine.runner import InflightBatch, ModelRunner
 from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
@@ -32,9 +34,7 @@ class TokenRouter:
     """Chooses the experts of the tokens of requests, and counts those that steps use."""
 
     def __init__(self, model: Model) -> None:
-        routes = carved_routes_of(model.network)
-        assert routes is not None
-        self.routes, self.router, self.device = routes, routes.router, model.device
+        self.router, self.device = router_of(model), model.device
         self.num_experts = self.router.config.experts
         self.uses = 0  # experts that each step used, summed over steps
 
@@ -80,18 +80,24 @@ def experts_of(chunks: Sequence[ScheduledChunk]) -> list[int]:
     return [expert for span in spans for expert in span]
 
 
-class RoutesTokens:
-    """What a scheduler and the metrics need of a runner that routes tokens."""
+def router_of(model: Model) -> ExpertRouter:
+    routes = carved_routes_of(model.network)
+    assert routes is not None
+    return routes.router
 
-    token_router: TokenRouter
 
-    def resident(self) -> list[int]:
-        """Return the experts on the device; none if all of them are."""
-        return []
+class RoutesTokens(ABC):
+    """A runner that routes tokens."""
 
+    @abstractmethod
     def expert_state(self) -> dict[str, int]:
         """Return counts since the start, for the metrics."""
-        return {"expert_uses": self.token_router.uses, "expert_hits": 0, "expert_misses": 0, "expert_bytes_loaded": 0}
+
+
+def _expert_state(uses: int, hits: int = 0, misses: int = 0, loaded_bytes: int = 0) -> dict[str, int]:
+    return {
+        "expert_uses": uses, "expert_hits": hits, "expert_misses": misses, "expert_bytes_loaded": loaded_bytes,
+    }  # fmt: skip
 
 
 class RoutedRunner(ModelRunner, RoutesTokens):
@@ -103,7 +109,9 @@ class RoutedRunner(ModelRunner, RoutesTokens):
         **sizes: Any,
     ) -> None:  # fmt: skip
         super().__init__(model, compiled=compiled and expert_slots is None, **sizes)
-        self.token_router = TokenRouter(model)
+        routes = carved_routes_of(model.network)
+        assert routes is not None
+        self._routes, self.token_router = routes, TokenRouter(model)
         num_experts = self.token_router.num_experts
         if expert_slots is not None and expert_slots > num_experts:
             raise RequestError(
@@ -132,37 +140,77 @@ class RoutedRunner(ModelRunner, RoutesTokens):
         if self.slots is not None and self.expert_cache is not None:
             self.slots.begin(self.expert_cache.plan(experts, batch.next_expert_use))
         routing = SharedRouting.of(torch.tensor(experts), self.token_router.num_experts).to(self.device)
-        with self.token_router.routes.preset(routing):
+        with self._routes.preset(routing):
             return super().launch(batch)
 
     def resident(self) -> list[int]:
+        """Return the experts on the device; none if all of them are."""
         return [] if self.expert_cache is None else self.expert_cache.resident
 
     def expert_state(self) -> dict[str, int]:
-        cache = self.expert_cache
-        if cache is None or self.slots is None:
-            return super().expert_state()
-        counts = {"expert_hits": cache.hits, "expert_misses": cache.misses}
-        return {**super().expert_state(), **counts, "expert_bytes_loaded": self.slots.loaded_bytes}
+        cache, slots, uses = self.expert_cache, self.slots, self.token_router.uses
+        if cache is None or slots is None:
+            return _expert_state(uses)
+        return _expert_state(uses, cache.hits, cache.misses, slots.loaded_bytes)
 
 
 class RoutedGpuRunner(GpuRunner, RoutesTokens):
-    """Run steps in CUDA graphs with all experts on the device; the host routes a token before it is computed."""
-
-    max_inflight_steps = 0  # the host must know a token to route it
+    """Run steps in CUDA graphs with all experts on the device, which routes tokens that the host does not know yet."""
 
     def __init__(self, model: Model, **settings: Any) -> None:
         super().__init__(model, **settings)
-        self.token_router = TokenRouter(model)
+        self.router = router_of(model)
+        context = self.router.config.context
+        # The tokens that the route of the next one depends on, by slot, and the request and the position of that one
+        self._history = torch.zeros(self.max_num_seqs + 1, context, dtype=torch.int64, device=self.device)
+        self._next: dict[int, tuple[Request, int]] = {}
+        self._uses = torch.zeros((), dtype=torch.int64, device=self.device)
 
-    @torch.inference_mode()
-    def launch(self, batch: ScheduledBatch) -> InflightBatch:
-        self.token_router.begin(batch)
-        return super().launch(batch)
+    def expert_state(self) -> dict[str, int]:
+        return _expert_state(int(self._uses))
 
-    def _pack_extra(self, chunks: Sequence[ScheduledChunk], size: int) -> np.ndarray[Any, Any]:
-        experts = experts_of(chunks)
-        return np.array(experts + [0] * (size - len(experts)), dtype=np.int64)
+    def _step_inputs(self, packed: np.ndarray[Any, Any], chunks: Sequence[ScheduledChunk], size: int) -> Tensor:
+        values = self._to_device(np.concatenate((packed, np.zeros(size, dtype=np.int64))))
+        experts = values[len(packed) :]
+        single = [chunk for chunk in chunks if chunk.count == 1]  # before the others
+        if single:
+            experts[: len(single)] = self._route_last(single)
+        offset = len(single)
+        for chunk in chunks[len(single) :]:
+            experts[offset : offset + chunk.count] = self._route_prompt(chunk)
+            offset += chunk.count
+        used = torch.zeros(self.router.config.experts, dtype=torch.int64, device=self.device)
+        self._uses += used.index_fill_(0, experts[:offset], 1).sum()
+        return values
+
+    def _route_prompt(self, chunk: ScheduledChunk) -> Tensor:  # [tokens of the chunk]
+        request, stop, context = chunk.request, chunk.start + chunk.count, self.router.config.context
+        ids = self._to_device(np.array(request.tokens[max(chunk.start - context + 1, 0) : stop], dtype=np.int64))
+        last = ids[-context:]
+        self._history[request.slot, context - len(last) :] = last
+        self._next[request.slot] = (request, stop)
+        return self.router.route(ids[None])[0, -chunk.count :]
+
+    def _route_last(self, chunks: Sequence[ScheduledChunk]) -> Tensor:  # [chunks]
+        for chunk in chunks:
+            self._begin_history(chunk)
+        context = self.router.config.context
+        inputs = [(chunk.request.slot, chunk.start, known_token(chunk.request, chunk.start)) for chunk in chunks]
+        slots, positions, ids = self._to_device(np.array(inputs, dtype=np.int64).T)
+        ids = torch.where(ids < 0, self._last_tokens[slots], ids)
+        rows = torch.cat((self._history[slots, 1:], ids[:, None]), dim=1)
+        self._history[slots] = rows
+        from_ = torch.arange(context, device=self.device)
+        return self.router.route(rows, from_ >= context - 1 - positions[:, None], last_only=True)[:, -1]
+
+    def _begin_history(self, chunk: ScheduledChunk) -> None:
+        """Copy the tokens before a single one, unless the device has computed the step before it."""
+        request, start = chunk.request, chunk.start
+        if self._next.get(request.slot) != (request, start):
+            context = self.router.config.context
+            before = np.array(request.tokens[max(start - context, 0) : start], dtype=np.int64)
+            self._history[request.slot, context - len(before) :] = self._to_device(before)
+        self._next[request.slot] = (request, start + 1)
 
     def _empty_extra(self, size: int, with_adapters: bool) -> np.ndarray[Any, Any]:
         return np.zeros(size, dtype=np.int64)
