@@ -43,7 +43,7 @@ SHAPES: dict[str, dict[str, int]] = {  # of Llama-3.1-8B and Llama-3.2-1B
     },
 }  # fmt: skip
 GOAL = 1.25
-MAX_DIFFERENCE = 0.2  # of a compiled step's gradients, relative to eager ones: kernels fuse and round differently
+MAX_DIFFERENCE = 0.5  # of gradients, relative to eager ones: where kernels fuse, FP8 rounds otherwise; 1 is no gradient
 Row = dict[str, Any]
 
 
