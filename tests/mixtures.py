@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,21 @@ _QWEN: dict[str, Any] = {
 }  # fmt: skip
 _OLMOE: dict[str, Any] = {**_COMMON, "intermediate_size": INNER, "num_experts": EXPERTS}
 
+
+def _build(network: Any, config: Any) -> PreTrainedModel:
+    """Build a network with a config of its own: an engine sets the attention of the config that a network has."""
+    built: PreTrainedModel = network(copy.deepcopy(config))
+    return built
+
+
 BUILDS: dict[str, Any] = {
     "mixtral": partial(
-        hf.MixtralForCausalLM, hf.MixtralConfig(**_COMMON, intermediate_size=INNER, num_local_experts=EXPERTS)
+        _build, hf.MixtralForCausalLM, hf.MixtralConfig(**_COMMON, intermediate_size=INNER, num_local_experts=EXPERTS)
     ),
-    "qwen3-moe": partial(hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig(**_QWEN)),
-    "qwen3-moe-dense-first": partial(hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig(**_QWEN, mlp_only_layers=[0])),
-    "olmoe": partial(hf.OlmoeForCausalLM, hf.OlmoeConfig(**_OLMOE)),
-    "olmoe-clipped": partial(hf.OlmoeForCausalLM, hf.OlmoeConfig(**_OLMOE, clip_qkv=0.3)),
+    "qwen3-moe": partial(_build, hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig(**_QWEN)),
+    "qwen3-moe-dense-first": partial(_build, hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig(**_QWEN, mlp_only_layers=[0])),
+    "olmoe": partial(_build, hf.OlmoeForCausalLM, hf.OlmoeConfig(**_OLMOE)),
+    "olmoe-clipped": partial(_build, hf.OlmoeForCausalLM, hf.OlmoeConfig(**_OLMOE, clip_qkv=0.3)),
 }
 PLAIN = ("mixtral", "qwen3-moe", "olmoe")
 
