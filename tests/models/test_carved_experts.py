@@ -97,6 +97,7 @@ def test_the_last_token_alone_has_the_same_logits(layers: int) -> None:
         assert logits.shape == (3, 1, 3)
         torch.testing.assert_close(logits, built(tokens, mask)[:, -1:])
     assert built.route(tokens, mask, last_only=True).tolist() == logits.argmax(-1).tolist()
+    assert not any(name.endswith("bias") for name, _ in built.named_parameters())  # which no file would have
 
 
 def test_mixed_precision_does_not_change_the_routes() -> None:
