@@ -77,8 +77,8 @@ def test_without_a_terminal_lines_appear_while_a_single_item_takes_long() -> Non
         for _ in progress.track(["one"], "blocks"):
             time.sleep(0.4)
     lines = printed.getvalue().splitlines()
-    assert len(lines) >= 3
-    assert all(re.fullmatch(r"  \d+ %, step 1, blocks 0 of 1, about \d+ (s|min) left", line) for line in lines), lines
+    line = re.compile(r"  \d+ %, step 1(, blocks 0 of 1)?, about \d+ (s|min) left")  # on a busy machine some come later
+    assert all(map(line.fullmatch, lines)) and sum("blocks 0 of 1" in each for each in lines) >= 3, lines
 
 
 def test_no_line_appears_in_a_short_run(monkeypatch: pytest.MonkeyPatch) -> None:
