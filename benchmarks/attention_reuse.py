@@ -1,7 +1,8 @@
 """Share attention maps between layers of a small decoder: loss without training, after a fit, and after distillation.
 
     PYTHONPATH=src:benchmarks python benchmarks/attention_reuse.py --device cuda [--jobs 6] [--resume]
-    PYTHONPATH=src:benchmarks python benchmarks/attention_reuse.py --smoke
+        [--no-latency | --latency-only --folder FOLDER]
+    PYTHONPATH=src:benchmarks python benchmarks/attention_reuse.py --smoke --device cpu
 
 A Llama-like network of --layers layers is trained on bytes of tiny Shakespeare with `smelt.train`, once per seed. Then
 a third and a half of its layers use the map of another layer: as they are, with the output projections fitted again,
@@ -9,8 +10,9 @@ and distilled from the trained network by the method's own training, with one, t
 more row is the trained network after as many more steps on the labels. Groups by similarity are compared with random
 groups. Loss in nats per byte is on the last tenth of the text, of the model as it is loaded from its artifact.
 
-Seconds are medians of eager forward passes on this machine, dense and shared in turns. KV bytes are those of a token
-in the engine's paged cache; the engine then generates greedily for 8 requests, with the backend that it selects.
+Networks of the first seed are timed after all rows, alone: medians of eager forward passes on this machine, dense and
+shared in turns; and the engine generates greedily for 8 requests, with the backend that it selects. KV bytes are those
+of a token in its paged cache. `--no-latency` leaves this to a run with `--latency-only` and the same `--folder`.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import mean, previous_rows, shared, table, write
-from qat_runs import add_options, run_cells, train_cells
+from common import mean, shared, table
+from qat_runs import Grid, Row, add_options, flags, train_cells, work_folder
 
 from smelt.compression.base import MethodContext
 from smelt.compression.distillation.losses import Labels
@@ -65,12 +67,31 @@ DISTILLED = {
 FORMS = ("as it is", "fitted", "random groups, fitted", *DISTILLED)
 DENSE, TRAINED_ON = "dense", "dense, trained on"
 BASELINES = (DENSE, TRAINED_ON)
+TIMED = (DENSE, "fitted")
 LENGTHS = (256, 1024)
 EPOCHS, BATCH_SIZE, LR = 2, 16, 5e-4  # of distillation
 REQUESTS, NEW_TOKENS = 8, 64
 
 
 def main() -> None:
+    options = read_options()
+    if options.cells is not None:
+        train_cells(options.cells, lambda cell: run_row(cell, options))
+        return
+    with work_folder(options):
+        write_texts(options.folder)
+        options.resume |= options.latency_only
+        sizes = ("layers", "steps", "samples", "tuning_samples", "limit", "smoke")
+        grid = Grid(__file__, options, flags(options, *sizes), key, text)
+        if not options.latency_only:
+            dense = [cell for cell in cells(options.seeds) if cell["row"] == DENSE]
+            grid.prepare([cell for cell in dense if not network_folder(cell["seed"], options).exists()])
+            grid.run(grid.missing(cells(options.seeds)))
+        if not options.no_latency:
+            grid.time([{**cell, "timed": True} for cell in cells(options.seeds[:1]) if cell["row"] in TIMED])
+
+
+def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, "attention_reuse", seeds=[0, 1, 2], jobs=1)
     parser.add_argument("--layers", type=int, default=12)
@@ -79,43 +100,29 @@ def main() -> None:
     parser.add_argument("--tuning-samples", type=int, default=1024, help="windows of an epoch of fine-tuning")
     parser.add_argument("--limit", type=int, default=65536, help="bytes that are scored")
     parser.add_argument("--resume", action="store_true", help="keep the rows of the results file")
+    parser.add_argument("--no-latency", action="store_true", help="time nothing")
+    parser.add_argument("--latency-only", action="store_true", help="time the networks of --folder on this machine")
     parser.add_argument("--smoke", action="store_true", help="a few steps, no results are written")
     options = parser.parse_args()
+    if options.latency_only and options.folder is None:
+        parser.error("--latency-only needs the --folder of a run with --no-latency")
     if options.smoke:
         options.steps, options.seeds, options.samples, options.limit = 2, [0], 4, 512
         options.tuning_samples, options.layers = 24, 6
-    if options.cells is not None:
-        train_cells(options.cells, lambda cell: run_row(cell, options))
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = options.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_texts(folder)
-        flags = ["--device", options.device, "--folder", str(folder), "--layers", str(options.layers)]
-        for name in ("steps", "samples", "tuning_samples", "limit"):
-            flags += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-        flags += ["--smoke"] * options.smoke
-        rows = [] if options.smoke else previous_rows(options.name, options.resume)
-        done = [{name: row[name] for name in ("row", "share", "seed")} for row in rows]
-        missing = [cell for cell in cells(options.seeds) if cell not in done]
-        networks = [{"row": None, "share": 0.0, "seed": seed} for seed in {cell["seed"] for cell in missing}]
-        for _ in run_cells(__file__, [[cell] for cell in networks], options.jobs, flags):
-            pass
-        parts = [part for index in range(options.jobs) if (part := missing[index :: options.jobs])]
-        for row in run_cells(__file__, parts, options.jobs, flags):
-            rows.append(row)
-            if not options.smoke:
-                write(options.name, rows, text(rows, options))
-        if options.smoke:
-            print(text(rows, options))
+    return options
 
 
-def run_row(cell: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    source = train(options.folder, cell["seed"], options)
-    return cell if cell["row"] is None else {**cell, **measure(source, cell, options.folder, options)}
+def key(row: Row) -> tuple[str, float, int]:
+    return row["row"], row["share"], row["seed"]
 
 
-def cells(seeds: list[int]) -> list[dict[str, Any]]:
+def run_row(cell: Row, options: argparse.Namespace) -> Row:
+    if cell.get("timed"):
+        return {**cell, **measure_times(cell, options)}
+    return {**cell, **measure(train(options.folder, cell["seed"], options), cell, options)}
+
+
+def cells(seeds: list[int]) -> list[Row]:
     shared_rows = [(form, share) for share in SHARES for form in FORMS]
     rows = [*((name, 0.0) for name in BASELINES), *shared_rows]
     return [{"row": name, "share": share, "seed": seed} for seed in seeds for name, share in rows]
@@ -128,11 +135,21 @@ def write_texts(folder: Path) -> None:
     (folder / "held_out.txt").write_text(plays[cut:])
 
 
+def network_folder(seed: int, options: argparse.Namespace) -> Path:
+    folder: Path = options.folder / f"{options.layers}-{options.steps}-{seed}" / "model"
+    return folder
+
+
+def artifact_folder(cell: Row, options: argparse.Namespace) -> Path:
+    folder: Path = options.folder / "artifacts" / f"{cell['row'].replace(' ', '-')}-{cell['share']:.2f}"
+    return folder
+
+
 def train(folder: Path, seed: int, options: argparse.Namespace) -> Path:
     """Train the network of a seed, unless the folder has it."""
-    out = folder / f"{options.layers}-{options.steps}-{seed}"
-    if (out / "model" / "config.json").exists():
-        return out / "model"
+    target = network_folder(seed, options)
+    if target.exists():
+        return target
     content = {
         "model": {**NETWORK, "num_hidden_layers": options.layers},
         "batch_size": 4 if options.smoke else 16, "seed": seed, "steps": options.steps,
@@ -142,30 +159,40 @@ def train(folder: Path, seed: int, options: argparse.Namespace) -> Path:
     }  # fmt: skip
     device = torch.device(options.device)
     with process_group(device):
-        Trainer(parse(TrainConfig, content, "the configuration"), out, device, resume=False, resplit=False).train()
-    return out / "model"
+        config = parse(TrainConfig, content, "the configuration")
+        Trainer(config, target.parent, device, resume=False, resplit=False).train()
+    return target
 
 
-def measure(source: Path, cell: dict[str, Any], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    model, facts = load(source, device=options.device), {}
+def measure(source: Path, cell: Row, options: argparse.Namespace) -> Row:
+    model, facts, folder = load(source, device=options.device), {}, options.folder
     if cell["row"] == TRAINED_ON:
         train_on(model, windows(model, folder, options.tuning_samples, BATCH_SIZE, cell["seed"] + 100), cell["seed"])
     elif cell["share"]:
         facts = share_maps(model, cell, folder, options)
-    with tempfile.TemporaryDirectory() as out:
-        save_artifact(model, Path(out))
+    with tempfile.TemporaryDirectory() as temporary:
+        is_timed = cell["row"] in TIMED and cell["seed"] == options.seeds[0]
+        out = artifact_folder(cell, options) if is_timed else Path(temporary)
+        out.mkdir(parents=True, exist_ok=True)
+        save_artifact(model, out)
         again = load(out, device=options.device)
-        size = (Path(out) / "model.safetensors").stat().st_size
+        size = (out / "model.safetensors").stat().st_size
     result = perplexity(again, load_text(folder / "held_out.txt"), context=CONTEXT, batch_size=16, limit=options.limit)
-    timed = cell["row"] in (DENSE, "fitted")
     return {
         "loss": math.log(result.value), "bytes": size, "maps_of": facts.get("maps_of"),
-        "divergence": facts.get("map_divergence"), "seconds": seconds(again, source, options) if timed else None,
-        **served(again, 2 if options.smoke else NEW_TOKENS),
+        "divergence": facts.get("map_divergence"),
     }  # fmt: skip
 
 
-def share_maps(model: Model, cell: dict[str, Any], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def measure_times(cell: Row, options: argparse.Namespace) -> Row:
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    model = load(artifact_folder(cell, options), device=options.device)
+    times = seconds(model, network_folder(cell["seed"], options), options)
+    return {"seconds": times, **served(model, 2 if options.smoke else NEW_TOKENS)}
+
+
+def share_maps(model: Model, cell: Row, folder: Path, options: argparse.Namespace) -> Row:
     form, step = cell["row"], {"method": "attention-reuse", "layers": cell["share"]}
     seed, samples, batch_size = cell["seed"], options.samples, 4
     if form == "as it is":
@@ -178,7 +205,7 @@ def share_maps(model: Model, cell: dict[str, Any], folder: Path, options: argpar
     if form.startswith("random"):
         method = RandomGroups(layers=cell["share"], seed=cell["seed"])
     batches = windows(model, folder, samples, batch_size, seed)
-    facts: dict[str, Any] = method.apply(model, MethodContext(batches=batches, seed=cell["seed"]))
+    facts: Row = method.apply(model, MethodContext(batches=batches, seed=cell["seed"]))
     return facts
 
 
@@ -214,7 +241,7 @@ def windows(model: Model, folder: Path, samples: int, batch_size: int, seed: int
     return text_batches(data, model.tokenizer, samples=samples, length=CONTEXT, batch_size=batch_size, seed=seed)
 
 
-def served(model: Model, new_tokens: int) -> dict[str, Any]:
+def served(model: Model, new_tokens: int) -> Row:
     """Return the KV bytes of a token in the engine, its backend, and the tokens per second that it generates."""
     engine = Engine(model, max_model_len=2 * CONTEXT, kv_cache_bytes=2**26)
     sampling = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
@@ -254,7 +281,7 @@ def seconds(model: Model, source: Path, options: argparse.Namespace) -> dict[str
     return times
 
 
-def text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
+def text(rows: list[Row], options: argparse.Namespace) -> str:
     base = {row["seed"]: row for row in rows if row["row"] == DENSE}
     seeds = sorted({row["seed"] for row in rows})
     parts = [
@@ -262,8 +289,7 @@ def text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
         f"Llama-like, {options.layers} layers of 128 channels and 4 heads, {options.steps} steps on bytes of tiny "
         "Shakespeare. "
         f"Loss in nats per held-out byte, {len(seeds)} seed(s), mean; changes are by seed, relative to the dense "
-        "network, which is also the teacher; one row is that network after as many more steps on the labels. Tokens "
-        f"per second are of {REQUESTS} greedy requests in the engine.\n",
+        "network, which is also the teacher; one row is that network after as many more steps on the labels.\n",
     ]
     lines = []
     for name, share in [(name, 0.0) for name in BASELINES] + [(form, share) for share in SHARES for form in FORMS]:
@@ -275,29 +301,21 @@ def text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
         groups = [row["maps_of"] for row in same if row["maps_of"]]
         lines.append([
             f"{name}, {share:.2f} of the layers" if share else name, f"{mean([row['loss'] for row in same]):.4f}",
-            changes or "-", f"{same[0]['bytes'] / 1e6:.2f}", f"{same[0]['kv_bytes']:,}",
-            f"{mean([row['tokens_per_second'] for row in same]):,.0f} ({same[0]['backend']})",
+            changes or "-", f"{same[0]['bytes'] / 1e6:.2f}",
             " ".join(f"{layer}:{leader}" for layer, leader in groups[0].items()) if groups else "-",
         ])  # fmt: skip
-    headings = [
-        "row",
-        "loss",
-        "change",
-        "MB on disk",
-        "KV bytes of a token",
-        "tokens per second",
-        "layer:map of (seed 0)",
-    ]
-    parts.append(table(headings, lines))
-    timed = [row for row in rows if row["row"] == "fitted" and row["seconds"]]
+    parts.append(table(["row", "loss", "change", "MB on disk", "layer:map of (seed 0)"], lines))
+    timed = sorted((row for row in rows if row.get("timed")), key=lambda row: row["share"])
     if timed:
         speed = []
         for row in timed:
             pairs = row["seconds"].values()
-            times = [f"{1000 * dense:.1f} / {1000 * ours:.1f} ({dense / ours:.2f}x)" for dense, ours in pairs]
-            speed.append([f"{row['share']:.2f}", str(row["seed"]), *times])
-        parts.append("\nMilliseconds of a forward pass, dense with eager attention / shared:\n")
-        parts.append(table(["layers without a map", "seed", *(f"{n} tokens" for n in timed[0]["seconds"])], speed))
+            times = [f"{1000 * dense:.2f} / {1000 * ours:.2f} ({dense / ours:.2f}x)" for dense, ours in pairs]
+            served = f"{row['tokens_per_second']:,.0f} ({row['backend']})"
+            speed.append([f"{row['share']:.2f}", f"{row['kv_bytes']:,}", served, *times])
+        headings = ["layers without a map", "KV bytes of a token", f"tokens/s, {REQUESTS} greedy requests",
+                    *(f"ms of {length} tokens, eager: dense / shared" for length in timed[0]["seconds"])]  # fmt: skip
+        parts += ["\nFirst seed, timed alone:\n", table(headings, speed)]
     return "\n".join(parts)
 
 

@@ -1,6 +1,7 @@
 """Experts carved out of SmolLM2-135M (Read-ME): perplexity per domain against pruned widths, and serving.
 
     PYTHONPATH=src:benchmarks python benchmarks/carve_experts.py [--device cuda] [--jobs 4] [--resume]
+        [--parts quality serving]
     PYTHONPATH=src:benchmarks python benchmarks/carve_experts.py --smoke --device cpu --jobs 1
     PYTHONPATH=src:benchmarks python benchmarks/carve_experts.py --small --device cpu --jobs 1 --name carve_experts_cpu
 
@@ -57,6 +58,7 @@ from smelt.serve.engine.sampling_params import SamplingParams
 DOMAINS = ("wikitext", "code", "gsm8k", "german", "dialogue")
 SOURCE, DENSE, CARVED, ONE_HALF = "source", "all channels", "carve-experts", "one half"
 QUALITY = (SOURCE, DENSE, CARVED, ONE_HALF, "magnitude", "fisher")
+PARTS = ("quality", "serving")
 WIDTH = 0.5
 RESIDENT = "all experts resident"
 SERVED: dict[str, dict[str, Any]] = {
@@ -103,13 +105,15 @@ def main() -> None:
             for name in QUALITY
             if seed == options.seeds[0] or name != SOURCE
         ]
-        cells = [cell for cell in cells if (cell["row"], cell["seed"]) not in done]
+        cells = [cell for cell in cells if (cell["row"], cell["seed"]) not in done and "quality" in options.parts]
         parts = [part for index in range(options.jobs) if (part := cells[index :: options.jobs])]
         for row in run_cells(__file__, parts, options.jobs, flags):
             rows.append(row)
             finish(rows, options)
         served = {row["served"] for row in rows if "served" in row}
         missing = [{"served": name, "seed": options.seeds[0]} for name in SERVED if name not in served]
+        if "serving" not in options.parts:
+            return
         for row in run_cells(__file__, [missing] if missing else [], 1, flags):  # alone on the device
             rows.append(row)
             finish(rows, options)
@@ -122,6 +126,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--size", choices=list(SIZES), default="full")
     parser.add_argument("--slots", type=int, default=2, help="experts on the device at a time")
     parser.add_argument("--resume", action="store_true", help="keep the rows of the results file")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="of the rows")
     parser.add_argument("--small", action="store_true", help="stories260K, for a CPU")
     parser.add_argument("--smoke", action="store_true", help="a few sequences; no results are written")
     options = parser.parse_args()

@@ -7,7 +7,8 @@ Whole blocks by Block Influence (ShortGPT) and by the loss without them (Minitro
 negative control, hidden size (SliceGPT with one rotation for all blocks), and equal widths of heads and FFN channels
 (Minitron) beside Fisher pruning without repair. All see the same calibration windows of the training split, which a
 seed draws; nothing is trained. Parameters are all of the model's: SliceGPT unties the head. The speedup is that of one
-forward of 128 tokens, against the source model in turns. Rows are written as they are finished.
+forward of 128 tokens on CPU with one thread, against the source model in turns, for the first seed. Rows are written as
+they are finished.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import time
 from typing import Any
 
 import numpy as np
+import torch
 from common import previous_rows, shared, table, write
+from qat_runs import is_too_late
 
 from smelt.compression.base import MethodContext
 from smelt.compression.methods import METHODS
@@ -57,18 +60,20 @@ def main() -> None:
     parser.add_argument("--name", default="depth_width", help="of the results file")
     parser.add_argument("--resume", action="store_true", help="keep the rows of a run that was cut off")
     options = parser.parse_args()
+    torch.set_num_threads(1 if options.device.startswith("cuda") else torch.get_num_threads())
     base = load("smollm2-135m", device=options.device)
+    base_on_cpu = load("smollm2-135m")
     train = load_text(shared() / "data/wikitext2/train.txt.gz")
     rows = previous_rows(options.name, options.resume)
     if not rows:
-        rows = [{"method": "dense", "kept": 1.0, "seed": 0, **measure(base, base, options), "seconds": 0.0}]
+        rows = [{"method": "dense", "kept": 1.0, "seed": 0, **measure(base, None, options), "seconds": 0.0}]
     done = {key(row) for row in rows}
     cells = [
         {"method": name, "kept": kept, "seed": seed}
         for seed in options.seeds for kept in options.kept for name in options.methods
     ]  # fmt: skip
     for cell in cells:
-        if key(cell) in done:
+        if key(cell) in done or is_too_late():
             continue
         batches = text_batches(
             train, base.tokenizer, samples=options.samples, length=LENGTH, batch_size=BATCH, seed=cell["seed"]
@@ -81,7 +86,8 @@ def main() -> None:
             print(cell, error, flush=True)
             continue
         seconds = time.monotonic() - begun
-        row = {**cell, **measure(model, base, options), "seconds": seconds, **removed}
+        timed_against = base_on_cpu if cell["seed"] == options.seeds[0] else None
+        row = {**cell, **measure(model, timed_against, options), "seconds": seconds, **removed}
         rows.append(row)
         print(row, flush=True)
         write(options.name, rows, text(rows, options))
@@ -101,15 +107,16 @@ def prune(model: Model, name: str, kept: float, context: MethodContext) -> dict[
     return {key: facts[key] for key in ("blocks_removed", "hidden_size_after", "variance_kept") if key in facts}
 
 
-def measure(model: Model, base: Model, options: argparse.Namespace) -> dict[str, Any]:
+def measure(model: Model, base_on_cpu: Model | None, options: argparse.Namespace) -> dict[str, Any]:
     test = load_text(shared() / "data/wikitext2/test.txt.gz")
     quality = perplexity(model, test, context=CONTEXT, limit=options.windows * CONTEXT, batch_size=BATCH)
-    prompt = compare_latency(model, base, repeats=10)
+    if base_on_cpu is not None:
+        model.network.cpu()
     return {
         "perplexity": quality.value,
         "block_parameters": block_parameters(model.anatomy),
         "parameters": count_parameters(model.network),
-        "prompt_speedup": prompt.ratio,
+        "prompt_speedup": compare_latency(model, base_on_cpu, repeats=10).ratio if base_on_cpu is not None else None,
     }
 
 
@@ -124,7 +131,7 @@ def text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
             same[0]["method"], f"{same[0]['kept']:g}",
             f"{mean(same, 'block_parameters') / dense['block_parameters']:.3f}",
             f"{mean(same, 'parameters') / 1e6:.1f}", f"{mean(same, 'perplexity'):.2f}",
-            ", ".join(f"{row['perplexity']:.2f}" for row in same), f"{mean(same, 'prompt_speedup'):.2f}x",
+            ", ".join(f"{row['perplexity']:.2f}" for row in same), _speedup(same),
             f"{mean(same, 'seconds'):.0f}", "; ".join(dict.fromkeys(_what(row) for row in same)),
         ]
         for same in ordered
@@ -140,6 +147,11 @@ def text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
 
 def mean(rows: list[dict[str, Any]], name: str) -> float:
     return statistics.mean(row[name] for row in rows)
+
+
+def _speedup(same: list[dict[str, Any]]) -> str:
+    known = [row["prompt_speedup"] for row in same if row["prompt_speedup"] is not None]
+    return f"{statistics.mean(known):.2f}x" if known else ""
 
 
 def _what(row: dict[str, Any]) -> str:

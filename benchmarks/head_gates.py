@@ -2,6 +2,7 @@
 
     PYTHONPATH=src:benchmarks python benchmarks/head_gates.py [--device cuda] [--jobs 4] [--size medium] [--resume]
         [--texts tinyshakespeare wikitext2] [--seeds 0 1 2] [--steps 1500] [--prune-steps 600] [--folder FOLDER]
+        [--no-latency | --latency-only]
     PYTHONPATH=src:benchmarks python benchmarks/head_gates.py --smoke --device cpu --jobs 1
 
 An all-attention decoder on bytes is trained once per text and seed with `smelt.train`. Then, from the same weights:
@@ -13,8 +14,9 @@ An all-attention decoder on bytes is trained once per text and seed with `smelt.
   heads with these steps besides.
 
 The score is the loss in nats per held-out byte and its exponential. Every result is saved, loaded again and measured as
-loaded; the loaded network is timed against the one with all heads, in turns. Seeds differ in initialization, order of
-the data, and noise of the gates. Networks are kept below --folder; `--resume` keeps finished rows.
+loaded. After all rows, networks with gates of the first seed are timed against the ones with all heads, in turns;
+`--no-latency` leaves this to a run with `--latency-only` and the same `--folder`. Seeds differ in initialization, order
+of the data, and noise of the gates. Networks are kept below --folder; `--resume` keeps finished rows.
 """
 
 from __future__ import annotations
@@ -78,6 +80,7 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
 }
 DENSE, TRAINED_ON, GATES = "all heads", "all heads, trained on", "head-gates"
 NOISY = "head-gates, noise to the end"  # as in the paper
+TIMED = (DENSE, GATES)
 BASELINES = ("random", "magnitude", "fisher")
 
 
@@ -90,11 +93,16 @@ def main() -> None:
         for name in options.texts:
             write_text(options.folder, name, 50_000 if options.smoke else None)
         sizes = ("size", "context", "batch_size", "steps", "prune_steps", "windows", "limit")
+        options.resume |= options.latency_only
         grid = Grid(__file__, options, flags(options, *sizes), key, text)
-        dense = [cell for cell in cells(options) if cell["row"] == DENSE]
-        missing = grid.missing(dense)
-        grid.run([cell for cell in dense if cell in missing or not (source(cell, options) / "config.json").exists()])
-        grid.run(grid.missing([cell for cell in cells(options) if cell["row"] != DENSE]))
+        if not options.latency_only:
+            dense = [cell for cell in cells(options) if cell["row"] == DENSE]
+            missing = grid.missing(dense)
+            grid.run([cell for cell in dense if cell in missing or not source(cell, options).exists()])
+            grid.run(grid.missing([cell for cell in cells(options) if cell["row"] != DENSE]))
+        if not options.no_latency:
+            first = [cell for cell in cells(options) if cell["seed"] == options.seeds[0]]
+            grid.time([{**cell, "timed": True} for cell in first if cell["row"] in TIMED])
 
 
 def read_options() -> argparse.Namespace:
@@ -111,8 +119,12 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--coefficients", type=float, nargs="*", default=[0.01, 0.03])
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.75, 0.5, 0.25], help="shares of the heads")
     parser.add_argument("--resume", action="store_true", help="keep the rows of the results file")
+    parser.add_argument("--no-latency", action="store_true", help="time nothing")
+    parser.add_argument("--latency-only", action="store_true", help="time the networks of --folder on this machine")
     parser.add_argument("--smoke", action="store_true", help="a few steps; no results are written")
     options = parser.parse_args()
+    if options.latency_only and options.folder is None:
+        parser.error("--latency-only needs the --folder of a run with --no-latency")
     if options.smoke:
         options.size, options.texts, options.seeds, options.context, options.batch_size = "tiny", [TEXTS[0]], [0], 32, 4
         options.steps, options.prune_steps, options.windows, options.limit = 3, 2, 80, 512
@@ -152,32 +164,43 @@ def write_text(folder: Path, name: str, limit: int | None) -> None:
 
 def run_cell(cell: Row, options: argparse.Namespace) -> Row:
     torch.set_num_threads(1)
+    if cell.get("timed"):
+        return {**cell, "latency": latency(cell, options)}
     folder, begun = source(cell, options), time.monotonic()
-    if cell["row"] == DENSE and not (folder / "config.json").exists():
+    if cell["row"] == DENSE and not folder.exists():
         train(folder.parent, cell, options)
     model = load(folder, device=options.device)
     facts: Row = {} if cell["row"] == DENSE else prune(model, cell, options)
     seconds = time.monotonic() - begun
-    with tempfile.TemporaryDirectory() as out:
-        save_artifact(model, Path(out))
+    with tempfile.TemporaryDirectory() as temporary:
+        is_timed = cell["row"] in TIMED and cell["seed"] == options.seeds[0]
+        out = artifact_folder(cell, options) if is_timed else Path(temporary)
+        out.mkdir(parents=True, exist_ok=True)
+        save_artifact(model, out)
         again = load(out, device=options.device)
     held_out = load_text(options.folder / f"{cell['text']}-held-out.txt")
     loss = math.log(perplexity(again, held_out, context=options.context, batch_size=16, limit=options.limit).value)
     heads = [part.units for part in again.anatomy.parts]
     all_heads = sum(part.original_units for part in again.anatomy.parts)
-    row = {
+    return {
         **cell, "loss": loss, "heads": heads, "heads_kept": sum(heads) / all_heads,
         "parameters": count_parameters(again.network), "seconds": seconds, **facts,
     }  # fmt: skip
-    if cell["row"] in (GATES, DENSE):
-        timed = compare_latency(again, load(folder, device=options.device), batch=8, length=options.context)
-        row["latency"] = {
-            "ms": timed.new.median_ms,
-            "speedup": timed.ratio,
-            "low": timed.ratio_low,
-            "high": timed.ratio_high,
-        }
-    return row
+
+
+def artifact_folder(cell: Row, options: argparse.Namespace) -> Path:
+    name = "-".join([cell["text"], cell["row"], cell["setting"]]).replace(" ", "-").replace("=", "-")
+    folder: Path = options.folder / "artifacts" / name
+    return folder
+
+
+def latency(cell: Row, options: argparse.Namespace) -> dict[str, float]:
+    """Return milliseconds of a forward pass, and the speedup over the network with all heads with its interval."""
+    pruned, dense = artifact_folder(cell, options), source(cell, options)
+    timed = compare_latency(
+        load(pruned, device=options.device), load(dense, device=options.device), batch=8, length=options.context
+    )
+    return {"ms": timed.new.median_ms, "speedup": timed.ratio, "low": timed.ratio_low, "high": timed.ratio_high}
 
 
 def train(out: Path, cell: Row, options: argparse.Namespace) -> None:

@@ -48,6 +48,14 @@ ROWS: dict[str, dict[str, Any]] = {
     "PACT + SAWB, SPEQ u = 1": {"method": "speq", "probability": 1.0},
     "PACT + SAWB, SPEQ u = 0": {"method": "speq", "probability": 0.0},
 }
+SWEEP = {  # of the weight and temperature of SPEQ's loss, which its paper swept and does not give
+    f"PACT + SAWB, SPEQ u = 0.5, weight {weight:g}, T = {temperature:g}": {
+        "method": "speq", "probability": 0.5,
+        "losses": [{"loss": "labels"}, {"loss": "cosine", "weight": weight, "temperature": temperature}],
+    }
+    for weight, temperature in ((4.0, 1.0), (1.0, 4.0), (4.0, 4.0))
+}  # fmt: skip
+ROWS |= SWEEP
 GRID = {2: list(ROWS), 3: ["min-max", "DoReFa", "PACT + SAWB"], 4: ["min-max", "DoReFa", "PACT + SAWB"]}
 
 

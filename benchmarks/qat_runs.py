@@ -2,17 +2,21 @@
 
 A script calls `run_cells` for its cells, or `Grid` for those that have no row yet, and `train_cells` where it is
 started with `--cells`; where every cell is a process of its own that is started with `--cell`, it calls `run_cell`.
+
+On a machine that is lent for a time, set SMELT_BENCHMARK_DEADLINE to a Unix time: no cell starts after it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -103,6 +107,13 @@ class Grid:
         if self.options.smoke and cells:
             self.write()
 
+    def time(self, cells: Sequence[Row]) -> None:
+        """Time cells that have a row, alone in one process, and add what they return to their rows."""
+        known = {self.key(row) for row in self.rows}
+        for row in run_cells(self.script, [[cell for cell in cells if self.key(cell) in known]], 1, self.flags):
+            self.rows = [{**other, **row} if self.key(other) == self.key(row) else other for other in self.rows]
+            self.write()
+
     def write(self) -> None:
         """Write the results; only show those of a smoke run."""
         if self.options.smoke:
@@ -122,6 +133,10 @@ def run_cells(script: str, parts: Sequence[Sequence[Row]], jobs: int, flags: Seq
     finished: Queue[Row | str] = Queue()
 
     def run(part: Sequence[Row]) -> None:
+        if is_too_late():
+            for cell in part:
+                finished.put(f"{cell} was not started: the deadline is over")
+            return
         command = [sys.executable, script, "--cells", json.dumps(part), *flags]
         with tempfile.TemporaryFile("w+") as errors:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
@@ -161,6 +176,8 @@ def run_cell(script: str, cell: str, flags: Sequence[str], folder: Path) -> Row:
     if kept.exists():
         row: Row = json.loads(kept.read_text())
         return row
+    if is_too_late():
+        return {"failed": "not started: the deadline is over"}
     command = [sys.executable, script, "--cell", cell, *flags]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     found = [line for line in process.stdout.splitlines() if line.startswith(_MARK)]
@@ -183,10 +200,18 @@ def train_cells(cells: str, train: Callable[[Row], Row]) -> None:
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     for cell in json.loads(cells):
+        if is_too_late():
+            print(_MARK + json.dumps(f"{cell} was not started: the deadline is over"), flush=True)
+            continue
         try:
             print_row(train(cell))
         except Exception:
             print(_MARK + json.dumps(f"{cell} failed:\n{traceback.format_exc()[-3000:]}"), flush=True)
+
+
+def is_too_late() -> bool:
+    """Return whether SMELT_BENCHMARK_DEADLINE is over."""
+    return time.time() > float(os.environ.get("SMELT_BENCHMARK_DEADLINE", "inf"))
 
 
 def apply_step(step: Row, model: Model, batches: Sequence[Batch], seed: int) -> Row:
