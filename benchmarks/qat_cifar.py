@@ -39,14 +39,12 @@ from smelt.train.trainer.trainer import Trainer
 
 LR, WEIGHT_DECAY, BATCH_SIZE = 0.04, 1e-4, 256
 PACT = {"quantizer": "pact"}
-ROWS: dict[str, dict[str, Any]] = {
-    "min-max": {"method": "qat", "weights": {"quantizer": "minmax"}, "inputs": {"quantizer": "minmax"}},
-    "DoReFa": {"method": "qat", "weights": {"quantizer": "dorefa"}, "inputs": {"quantizer": "dorefa"}},
+PUBLISHED = ", alpha from 10"  # rows whose clipping levels start where the paper's do, not at that of the first batch
+SPEQ = {f"PACT + SAWB, SPEQ u = {u:g}": {"method": "speq", "probability": u} for u in (0.5, 1.0, 0.0)}
+PACT_ROWS: dict[str, dict[str, Any]] = {
     "PACT (weights as DoReFa)": {"method": "qat", "weights": {"quantizer": "dorefa"}, "inputs": PACT},
     "PACT + SAWB": {"method": "qat", "weights": {"quantizer": "sawb"}, "inputs": PACT},
-    "PACT + SAWB, SPEQ u = 0.5": {"method": "speq", "probability": 0.5},
-    "PACT + SAWB, SPEQ u = 1": {"method": "speq", "probability": 1.0},
-    "PACT + SAWB, SPEQ u = 0": {"method": "speq", "probability": 0.0},
+    **SPEQ,
 }
 SWEEP = {  # of the weight and temperature of SPEQ's loss, which its paper swept and does not give
     f"PACT + SAWB, SPEQ u = 0.5, weight {weight:g}, T = {temperature:g}": {
@@ -55,8 +53,15 @@ SWEEP = {  # of the weight and temperature of SPEQ's loss, which its paper swept
     }
     for weight, temperature in ((4.0, 1.0), (1.0, 4.0), (4.0, 4.0))
 }  # fmt: skip
-ROWS |= SWEEP
-GRID = {2: list(ROWS), 3: ["min-max", "DoReFa", "PACT + SAWB"], 4: ["min-max", "DoReFa", "PACT + SAWB"]}
+ROWS: dict[str, dict[str, Any]] = {
+    "min-max": {"method": "qat", "weights": {"quantizer": "minmax"}, "inputs": {"quantizer": "minmax"}},
+    "DoReFa": {"method": "qat", "weights": {"quantizer": "dorefa"}, "inputs": {"quantizer": "dorefa"}},
+    **PACT_ROWS, **{name + PUBLISHED: row for name, row in PACT_ROWS.items()}, **SWEEP,
+}  # fmt: skip
+GRID = {
+    2: ["min-max", "DoReFa", *PACT_ROWS, *(name + PUBLISHED for name in PACT_ROWS)],
+    **{bits: ["min-max", "DoReFa", "PACT + SAWB", "PACT + SAWB" + PUBLISHED] for bits in (3, 4)},
+}
 
 
 def main() -> None:
@@ -66,6 +71,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=50_000, help="of the training set")
     parser.add_argument("--bits", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--compile", action="store_true", help="train by torch.compile")
+    parser.add_argument("--sweep", action="store_true", help="other weights and temperatures of SPEQ's loss, too")
     parser.add_argument("--resume", action="store_true", help="keep the rows of the results file")
     options = parser.parse_args()
     if options.cells is not None:
@@ -80,7 +86,7 @@ def main() -> None:
         dense = {"row": "dense", "bits": 32, "seed": 0}
         cells = [
             {"row": name, "bits": bits, "seed": seed}
-            for seed in options.seeds for bits in options.bits for name in GRID[bits]
+            for seed in options.seeds for bits in options.bits for name in rows_of(bits, options)
             if (name, bits, seed) not in done
         ]  # fmt: skip
         flags = ["--device", options.device, "--epochs", str(options.epochs), "--images", str(options.images)]
@@ -91,6 +97,10 @@ def main() -> None:
         for row in run_cells(__file__, [[cell] for cell in cells], options.jobs, flags):
             rows.append(row)
             write(options.name, rows, text(rows, options))
+
+
+def rows_of(bits: int, options: argparse.Namespace) -> list[str]:
+    return GRID[bits] + [name for name in SWEEP if options.sweep and bits == 2]
 
 
 def key(row: Row) -> tuple[str, int, int]:
@@ -130,6 +140,8 @@ def settings(row: str, bits: int, options: argparse.Namespace) -> Row:
     if step["method"] == "speq":
         step |= {"weights": {"quantizer": "sawb"}, "inputs": PACT}
     weights, inputs = {**step["weights"]}, {**step["inputs"], "bits": bits}
+    if row.endswith(PUBLISHED):
+        inputs["alpha"] = 10.0
     weights = (
         {**weights, "weight_format": f"int{bits}/tensor"}
         if weights["quantizer"] == "minmax"
@@ -180,10 +192,10 @@ def text(rows: list[Row], options: argparse.Namespace) -> str:
             f"{alphas[0][0][1]:.2f} to {alphas[0][-1][1]:.2f}" if alphas else "",
         ])  # fmt: skip
     headings = ["bits", "method", "accuracy, %", "by seed", "against float", "packed differs by", "mean alpha"]
-    total = 1 + len(options.seeds) * sum(map(len, GRID.values()))
+    total = 1 + len(options.seeds) * sum(len(rows_of(bits, options)) for bits in GRID)
     num_compiled = sum(row.get("compiled", False) for row in rows)
     compiled = f" {num_compiled} rows were trained by torch.compile, the others without." if num_compiled else ""
-    missing = "" if len(rows) == total else f" {len(rows)} of {total} rows: the run was cut off."
+    missing = "" if len(rows) >= total else f" {len(rows)} of {total} rows: the run was cut off."
     return (
         f"# QAT of ResNet-20 on CIFAR-10 (JPEG copies)\n\nFloat: {100 * dense['accuracy']:.2f} % after training on the "
         f"copies, {100 * dense['published_accuracy']:.2f} % before. {options.epochs:g} epochs of {options.images:,} "

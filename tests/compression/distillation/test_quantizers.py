@@ -362,8 +362,20 @@ def test_minmax_activations_by_hand() -> None:
     assert x.grad is not None and x.grad.tolist() == [0, 1, 1, 1, 0]
 
 
-def test_pact_starts_where_the_paper_does() -> None:
-    learned = Pact().init(torch.ones(2))
+def test_pact_starts_at_the_level_of_the_least_squared_error() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2000)
+    for bits, signed, values in ((2, False, x.relu()), (4, False, x.relu()), (4, True, x), (8, False, x.relu())):
+        quantizer = Pact(bits, signed=signed)
+        levels = [quantizer.init(values)] + [{"alpha": alpha} for alpha in torch.linspace(0.1, 4, 100)]
+        errors = [float((quantizer.fake_quantize(values, bits, each) - values).square().mean()) for each in levels]
+        assert errors[0] <= 1.05 * min(errors)  # in steps of a fiftieth of the largest magnitude
+    assert float(Pact().init(torch.zeros(2))["alpha"]) > 0
+    assert Pact().init(x.relu().repeat(100))["alpha"].shape == ()  # more values than are searched
+
+
+def test_pact_starts_where_the_paper_does_if_told_so() -> None:
+    learned = Pact(alpha=10.0).init(torch.ones(2))
     assert float(learned["alpha"]) == 10 and float(Pact().penalty(learned)) == pytest.approx(0.02)
     for alpha in (0.0, 1.1e4):
         with pytest.raises(RecipeError, match="alpha of pact must lie"):
