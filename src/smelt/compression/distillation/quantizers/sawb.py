@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ class Sawb(WeightQuantizer):
         one_of("sawb", "granularity", self.granularity, ("tensor", "channel"))
         one_of("sawb", "gradient", self.gradient, ("plus", "clip"))
 
-    @property
+    @cached_property
     def format(self) -> Format:
         group_size = PER_TENSOR if self.granularity == "tensor" else PER_ROW
         if (self.bits, self.zero) == (2, True):

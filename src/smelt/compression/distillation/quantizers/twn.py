@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ class Twn(WeightQuantizer):
     def __post_init__(self) -> None:
         within("twn", "threshold", self.threshold, 0.0, 2.0)
 
-    @property
+    @cached_property
     def format(self) -> Format:
         return get_format("ternary").with_group_size(self.group_size)
 
