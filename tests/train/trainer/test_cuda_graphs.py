@@ -76,10 +76,13 @@ def test_graphs_train_as_kernel_by_kernel(changes: dict[str, Any], tmp_path: Pat
 
 def test_graphs_leave_no_memory_behind(tmp_path: Path) -> None:
     """A method that trains several times, as the search for a budget does, has the memory of one training."""
-    _, trainer = run(gpt(), tmp_path / "run")
-    assert trainer.cuda_graphs is not None and trainer.cuda_graphs.replays >= 8
-    pools = {segment["segment_pool_id"] for segment in torch.cuda.memory_snapshot()}
-    assert pools == {(0, 0)}
+    trainers, sizes = [], []
+    for index in range(3):
+        trainers.append(run(gpt(), tmp_path / str(index))[1])
+        segments = [each for each in torch.cuda.memory_snapshot() if each["segment_pool_id"] != (0, 0)]
+        sizes.append(sum(each["total_size"] for each in segments))
+    assert all(each.cuda_graphs is not None and each.cuda_graphs.replays >= 8 for each in trainers)
+    assert sizes[2] == sizes[1] == sizes[0]  # libraries may keep buffers of the first capture
 
 
 def test_every_step_draws_other_random_numbers(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ class CudaGraphs:
         """Free the graphs and their memory, which nothing else could use; garbage collection would come too late."""
         self._graphs.clear()
         self._pool = None
+        torch._C._cuda_clearCublasWorkspaces()  # those of the first capture are in the memory of its graph
         torch.cuda.empty_cache()
 
     def _can_capture(self, key: Hashable) -> bool:
