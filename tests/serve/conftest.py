@@ -6,11 +6,14 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import openai
 import pytest
 
 from tests.serve.server_process import NAME, PATIENCE, Server, start, write_model
+
+if TYPE_CHECKING:
+    import openai  # tests of kernels run without it, too
 
 KEYS = ("first-key-of-the-test", "second-key-of-the-test")
 
@@ -45,5 +48,6 @@ def keyed(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def client(server: Server) -> Iterator[openai.OpenAI]:
+    openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as connected:
         yield connected
