@@ -54,7 +54,6 @@ EPOCHS = {
     "stsb": (5.0, 5.0),
 }  # soft, then with dropped tokens, as in the paper; there SST-2 has 5 of the latter
 TOPK_BUDGET = 0.6  # below, its linear ramp needs more than 6 layers
-TRIALS = 4  # of the bisection for lambda
 TIMED = {1: 64, 8: 128}  # texts, by batch size
 REPEATS = 5
 
@@ -65,7 +64,8 @@ def main() -> None:
         train_cells(options.cells, lambda cell: run_cell(cell, options))
         return
     with work_folder(options):
-        names = ("rows", "batch_size", "threshold_lr", "smoke", "no_latency", "latency_only")
+        names = ["rows", "batch_size", "threshold_lr", "trials", "smoke", "no_latency", "latency_only"]
+        names += ["fine_tuning_epochs"] * (options.fine_tuning_epochs is not None)
         options.resume |= options.latency_only
         grid = Grid(__file__, options, flags(options, *names), key, text)
         floats = [{"task": task, "row": FLOAT, "budget": 1.0, "seed": 0} for task in options.tasks]
@@ -90,6 +90,8 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=70_000, help="texts of the training set, at most: all of them")
     parser.add_argument("--batch-size", type=int, default=64, help="of training")
     parser.add_argument("--threshold-lr", type=float, default=2e-4, help="few steps need a larger one")
+    parser.add_argument("--trials", type=int, default=4, help="of the bisection for lambda")
+    parser.add_argument("--fine-tuning-epochs", type=int, help="of the float networks; default: depends on the task")
     parser.add_argument("--resume", action="store_true", help="keep the rows of the results file")
     parser.add_argument("--no-latency", action="store_true", help="time nothing")
     parser.add_argument("--latency-only", action="store_true", help="time the models of --folder on this machine")
@@ -99,6 +101,7 @@ def read_options() -> argparse.Namespace:
         parser.error("--latency-only needs the --folder of a run with --no-latency")
     if options.smoke:
         options.tasks, options.budgets, options.seeds, options.rows = ["sst2"], [0.5], [0], 48
+        options.trials = 1
     return options
 
 
@@ -169,7 +172,8 @@ def float_model(task: str, options: argparse.Namespace) -> Model:
         return minilm_sst2(options.device)
     torch.manual_seed(0)
     model = with_head(TASKS[task].outputs, options.device)
-    fine_tune(model, glue_rows(task, "train"), FINE_TUNING_EPOCHS[task], seed=0)
+    epochs = FINE_TUNING_EPOCHS[task] if options.fine_tuning_epochs is None else options.fine_tuning_epochs
+    fine_tune(model, glue_rows(task, "train"), epochs, seed=0)
     return model
 
 
@@ -199,7 +203,7 @@ def settings(cell: Row, options: argparse.Namespace) -> Row:
     if cell["row"] == LTP:
         more = {
             "soft_epochs": soft, "epochs": hard, "threshold_lr": options.threshold_lr, "relative": True,
-            "trials": 1 if options.smoke else TRIALS, "regularization": cell.get("lambda"),
+            "trials": options.trials, "regularization": cell.get("lambda"),
         }  # fmt: skip
     else:
         more = {"epochs": soft + hard, **({"dense_layers": 1} if cell["row"] == TOPK else {})}
