@@ -55,7 +55,9 @@ def main() -> None:
         grid = Grid(__file__, options, flags(options, *sizes, "smoke"), key, text)
         if not (options.folder / DENSE).exists():  # a resumed run may have another folder
             grid.prepare([{"row": DENSE, "seed": 0}])
-        grid.run(grid.missing([{"row": name, "seed": seed} for seed in options.seeds for name in reversed(ROWS)]))
+        grid.run(
+            grid.missing([{"row": name, "seed": seed} for seed in options.seeds for name in reversed(options.rows)])
+        )
         for row, times in zip(grid.rows, measure_times(grid.rows, options), strict=True):
             row |= times
         grid.write()
@@ -64,6 +66,7 @@ def main() -> None:
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, "nce", seeds=[0, 1, 2], jobs=12)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--epochs", type=float, default=8, help="of training at 2 bits, and of the dense network")
     parser.add_argument("--images", type=int, default=50_000, help="of the training set")
     parser.add_argument("--search-epochs", type=int, default=12)
@@ -182,7 +185,7 @@ def text(rows: list[Row], options: argparse.Namespace) -> str:
         [row["row"], str(row["seed"]), ", ".join(f"{old} to {new}" for old, new in row["widths"].values())]
         for row in sorted(rows, key=lambda row: (row["row"], row["seed"])) if "widths" in row
     ]  # fmt: skip
-    missing = 1 + len(options.seeds) * len(ROWS) - len(rows)
+    missing = 1 + len(options.seeds) * len(options.rows) - len(rows)
     return (
         f"# Channels of ResNet-20 for 2 bits on CIFAR-10 (JPEG copies)\n\nFloat: {100 * dense['accuracy']:.2f} % after "
         f"training on the copies. Search: {options.search_epochs} epochs of {options.search_images:,} images, half of "
