@@ -5,14 +5,14 @@
     PYTHONPATH=src:benchmarks python benchmarks/ltp.py --smoke --device cpu --jobs 1
 
 Every row starts from the same float network, whose loss on the labels and whose own logits (distillation) train it
-with the same number of epochs. LTP first learns soft thresholds on relative importance, which does not depend on the
-length, and then trains with dropped tokens; the checkpoint that is best on held-out training data is kept. Lambda is
-found by bisection with the first seed, and taken by the others: a shift of the thresholds closes what is left to the
-budget. The linear ramp of top-k cannot reach half the MACs of 6 layers, so it is compared at larger budgets. MACs are
-counted on the development set from the tokens that each layer computes, relative to all tokens. Latency is that of the
-first texts of the development set on CPU, both networks in turns, at the texts' own lengths and padded to 128 tokens
-(the padding is part of the batch; token pruning never computes it), with one thread and batches of 1 and 8, for the
-first seed.
+with the same number of epochs; one row is that network after these epochs with all tokens. LTP first learns soft
+thresholds on relative importance, which does not depend on the length, and then trains with dropped tokens; the
+checkpoint that is best on held-out training data is kept. Lambda is found by bisection with the first seed, and taken
+by the others: a shift of the thresholds closes what is left to the budget. The linear ramp of top-k cannot reach half
+the MACs of 6 layers, so it is compared at larger budgets. MACs are counted on the development set from the tokens that
+each layer computes, relative to all tokens. Latency is that of the first texts of the development set on CPU, both
+networks in turns, at the texts' own lengths and padded to 128 tokens (the padding is part of the batch; token pruning
+never computes it), with one thread and batches of 1 and 8, for the first seed.
 
 The float network of SST-2 is that of the shared folder; the others are fine-tuned here first, as `finetune_glue.py`
 does. Rows are written as they are finished; `--resume` adds what is missing. `--no-latency` leaves the timing to a run
@@ -46,6 +46,7 @@ from smelt.models.model import Model
 MAX_LENGTH, LR = 128, 2e-5
 FINE_TUNING_EPOCHS = {"mrpc": 4, "rte": 20, "stsb": 4}  # of the float networks; RTE has 2,490 texts
 FLOAT, LTP, TOPK, RATIO = "all tokens", "ltp", "token-topk", "token-ratio"
+TRAINED_ON = "all tokens, trained on"
 METHOD_NAMES = (LTP, TOPK, RATIO)
 EPOCHS = {
     "sst2": (1.0, 2.0),
@@ -106,10 +107,11 @@ def read_options() -> argparse.Namespace:
 
 
 def cells(options: argparse.Namespace) -> list[Row]:
+    pruned = [(method, budget) for budget in options.budgets for method in METHOD_NAMES]
+    rows = [(method, budget) for method, budget in pruned if method != TOPK or budget >= TOPK_BUDGET]
     return [
         {"task": task, "row": method, "budget": budget, "seed": seed}
-        for seed in options.seeds for task in options.tasks for budget in options.budgets for method in METHOD_NAMES
-        if method != TOPK or budget >= TOPK_BUDGET
+        for seed in options.seeds for task in options.tasks for method, budget in [*rows, (TRAINED_ON, 1.0)]
     ]  # fmt: skip
 
 
@@ -195,8 +197,9 @@ def dev_batches(model: Model, cell: Row, options: argparse.Namespace, batch_size
 def settings(cell: Row, options: argparse.Namespace) -> Row:
     """Return the step of a cell; baselines train as long as both stages of LTP together."""
     soft, hard = EPOCHS[cell["task"]] if not options.smoke else (1.0, 1.0)
+    chosen = {"method": cell["row"], "budget": {"macs": cell["budget"]}}
     step: dict[str, Any] = {
-        "method": cell["row"], "budget": {"macs": cell["budget"]}, "teacher": "source",
+        **({"method": "finetune"} if cell["row"] == TRAINED_ON else chosen), "teacher": "source",
         "losses": [{"loss": "labels"}, {"loss": "logits"}], "batch_size": options.batch_size, "optimizer": {"lr": LR},
         "precision": "bf16" if options.device.startswith("cuda") else "off", "checkpoint_every": 250,
     }  # fmt: skip
@@ -249,7 +252,7 @@ def seconds(network: Any, batches: list[Batch]) -> float:
 
 
 def text(rows: list[Row], options: argparse.Namespace) -> str:
-    order = [FLOAT, *METHOD_NAMES]
+    order = [FLOAT, TRAINED_ON, *METHOD_NAMES]
     rows = sorted(rows, key=lambda row: (row["task"], -row["budget"], order.index(row["row"]), row["seed"]))
     timed = [name for row in rows for name in row.get("latency", {})]
     columns = list(dict.fromkeys(timed))
