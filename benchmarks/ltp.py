@@ -66,7 +66,7 @@ def main() -> None:
         return
     with work_folder(options):
         names = ["rows", "batch_size", "threshold_lr", "trials", "smoke", "no_latency", "latency_only"]
-        names += ["fine_tuning_epochs"] * (options.fine_tuning_epochs is not None)
+        names += [name for name in ("fine_tuning_epochs", "hard_epochs") if getattr(options, name) is not None]
         options.resume |= options.latency_only
         grid = Grid(__file__, options, flags(options, *names), key, text)
         floats = [{"task": task, "row": FLOAT, "budget": 1.0, "seed": 0} for task in options.tasks]
@@ -93,6 +93,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--threshold-lr", type=float, default=2e-4, help="few steps need a larger one")
     parser.add_argument("--trials", type=int, default=4, help="of the bisection for lambda")
     parser.add_argument("--fine-tuning-epochs", type=int, help="of the float networks; default: depends on the task")
+    parser.add_argument("--hard-epochs", type=float, help="with dropped tokens; default: depends on the task")
     parser.add_argument("--resume", action="store_true", help="keep the rows of the results file")
     parser.add_argument("--no-latency", action="store_true", help="time nothing")
     parser.add_argument("--latency-only", action="store_true", help="time the models of --folder on this machine")
@@ -197,6 +198,7 @@ def dev_batches(model: Model, cell: Row, options: argparse.Namespace, batch_size
 def settings(cell: Row, options: argparse.Namespace) -> Row:
     """Return the step of a cell; baselines train as long as both stages of LTP together."""
     soft, hard = EPOCHS[cell["task"]] if not options.smoke else (1.0, 1.0)
+    hard = hard if options.hard_epochs is None else options.hard_epochs
     chosen = {"method": cell["row"], "budget": {"macs": cell["budget"]}}
     step: dict[str, Any] = {
         **({"method": "finetune"} if cell["row"] == TRAINED_ON else chosen), "teacher": "source",

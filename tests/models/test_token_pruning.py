@@ -273,6 +273,16 @@ def test_macs_are_counted_by_the_tokens_of_each_layer() -> None:
     assert dense.tolist() == [[8] * 4, [11] * 4, [11] * 4] and text_lengths([batch]).tolist() == [8, 11, 11]
 
 
+def test_counting_tokens_leaves_the_network_in_its_mode() -> None:
+    network, _ = pruned("bert", RULES[0])
+    network.train()
+    assert not count_tokens(Model(network), [inputs("bert")]).requires_grad and network.training
+    too_large = {**inputs("bert"), "input_ids": torch.full_like(inputs("bert")["input_ids"], 10**6)}
+    with pytest.raises(IndexError):
+        count_tokens(Model(network), [too_large])
+    assert network.training
+
+
 @pytest.mark.parametrize("name", ENCODERS)
 @pytest.mark.parametrize("rule", [RULES[0], RULES[3]], ids=str)
 def test_an_artifact_drops_the_same_tokens(name: str, rule: TokenRule, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from smelt.measure.cost import Workload, shared_macs, unit_macs
+from smelt.measure.logits import eval_mode
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
 from smelt.models.token_pruning import token_pruning_of
@@ -20,17 +21,15 @@ def count_tokens(model: Model, batches: Sequence[Batch]) -> Tensor:
     """Run a model and return the tokens that enter each of its layers and that are left: [sequences, layers + 1]."""
     encoder, layers = token_pruning_of(model.network), len(model.anatomy.blocks)
     counts = []
-    was_training = model.network.training
-    model.network.eval()
-    for batch in batches:
-        if encoder is None or not encoder.enabled:
-            counts.append(text_lengths([batch])[:, None].expand(-1, layers + 1))
-            continue
-        inputs = {name: tensor.to(model.device) for name, tensor in batch.items() if name != "labels"}
-        model.network(**inputs)
-        assert encoder.token_counts is not None
-        counts.append(encoder.token_counts)
-    model.network.train(was_training)
+    with eval_mode(model.network):
+        for batch in batches:
+            if encoder is None or not encoder.enabled:
+                counts.append(text_lengths([batch])[:, None].expand(-1, layers + 1))
+                continue
+            inputs = {name: tensor.to(model.device) for name, tensor in batch.items() if name != "labels"}
+            model.network(**inputs)
+            assert encoder.token_counts is not None
+            counts.append(encoder.token_counts)
     return torch.cat(counts)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from smelt.compression.distillation.quantizers import ActivationQuantizer, WeightQuantizer
 from smelt.errors import DataError
 from smelt.kernels.conv import ConvShape
+from smelt.measure.logits import eval_mode
 from smelt.models.quantization_scheme import QuantizationScheme
 from smelt.models.quantized import QuantizedLinear
 from smelt.models.quantized_network import linear_weight, quantized_replacement, replace_module
@@ -97,20 +99,16 @@ def prepare(
     return layers
 
 
-@torch.no_grad()
-def init_activations(network: nn.Module, batch: Mapping[str, Tensor]) -> None:
+def init_activations(network: Any, batch: Mapping[str, Tensor]) -> None:
     """Initialize the activation quantizers of all layers in one pass, each from inputs that are not quantized yet."""
     layers = [layer for layer in fake_quantized_layers(network).values() if layer.inputs is not None]
     handles = [
         layer.register_forward_pre_hook(lambda module, args: module.init_inputs(args[0].detach())) for layer in layers
     ]
-    was_training = network.training
     try:
-        with float_inputs(network):
-            network.eval()
+        with float_inputs(network), eval_mode(network):
             network(**batch)
     finally:
-        network.train(was_training)
         for handle in handles:
             handle.remove()
     for layer in layers:

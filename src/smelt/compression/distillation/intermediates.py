@@ -29,6 +29,7 @@ from transformers.masking_utils import sdpa_mask
 
 from smelt.compression.base import Batch
 from smelt.errors import ModelError
+from smelt.measure.logits import eval_mode
 from smelt.models.anatomy import Anatomy
 from smelt.models.config import quiet_transformers
 
@@ -107,20 +108,15 @@ def check_observable(anatomy: Anatomy, names: Collection[str]) -> None:
         )
 
 
-@torch.no_grad()
 def check_observation(network: Any, paths: Sequence[BlockPaths], names: Collection[str], batch: Batch) -> None:
     """Raise if a network computes something else when it is observed, or does not show what is asked for."""
-    was_training = network.training
-    network.eval()
-    try:
+    with eval_mode(network):
         expected = network(**batch).logits
         observed = ObservedNetwork(network, paths, names)
         try:
             outputs = observed(batch)
         finally:
             observed.close()
-    finally:
-        network.train(was_training)
     difference = (outputs.logits - expected).float().abs().max() / expected.float().abs().max().clamp(min=1e-12)
     maps = sum(block.has_map for block in paths)
     complete = all(

@@ -32,6 +32,7 @@ from smelt.compression.budget import Budget
 from smelt.compression.quantization.rotation import Rotations, check_rotatable, rotate_network, untie
 from smelt.errors import BudgetError, RecipeError
 from smelt.measure.cost import block_parameters
+from smelt.measure.logits import eval_mode
 from smelt.models.anatomy import Anatomy
 from smelt.models.hidden_size import check_sliceable, slice_stream, stream_parameters
 from smelt.models.model import Model
@@ -124,18 +125,16 @@ def stream_covariance(model: Model, context: MethodContext) -> Tensor:
         x = x / x.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
         total.add_((x.T @ x).double())
 
-    was_training = network.training
-    network.eval()
     hooks = [norm.register_forward_pre_hook(add) for norm in (*norms, anatomy.final_norm) if norm is not None]
     try:
-        for batch in context.progress.track(context.batches, "slicegpt"):
-            inputs = {name: tensor.to(model.device) for name, tensor in batch.items() if name != "labels"}
-            mask = inputs["attention_mask"].bool() if "attention_mask" in inputs else None
-            network(**inputs)
+        with eval_mode(network):
+            for batch in context.progress.track(context.batches, "slicegpt"):
+                inputs = {name: tensor.to(model.device) for name, tensor in batch.items() if name != "labels"}
+                mask = inputs["attention_mask"].bool() if "attention_mask" in inputs else None
+                network(**inputs)
     finally:
         for hook in hooks:
             hook.remove()
-        network.train(was_training)
     return total.cpu()
 
 
