@@ -274,6 +274,7 @@ def text(rows: list[Row], options: argparse.Namespace) -> str:
         f"{options.batch_size}, lr {LR:g} (thresholds {options.threshold_lr:g}, on relative importance), labels and "
         "the float network's logits; top-k keeps all tokens in the first layer. Times: CPU, one thread, ms per text "
         "and speedup over all tokens."
+        + (f" {options.hard_epochs:g} epochs with dropped tokens." if options.hard_epochs is not None else "")
         + (f" {missing} rows are missing." if missing > 0 else "")
         + "\n\n" + table(headings, lines)
     )  # fmt: skip
