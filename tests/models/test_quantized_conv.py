@@ -8,6 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from smelt.compression.distillation.quantizers import WeightQuantizer
+from smelt.compression.distillation.quantizers.minmax import MinMax
+from smelt.compression.distillation.quantizers.sawb import Sawb
+from smelt.compression.distillation.quantizers.twn import Twn
 from smelt.errors import ModelError
 from smelt.kernels.conv import ConvShape, reference_conv
 from smelt.kernels.dispatch import use_backend
@@ -15,7 +19,7 @@ from smelt.models.quantization_scheme import QuantizationScheme
 from smelt.models.quantized import QuantizedConv
 from smelt.models.quantized_network import linear_weight, prepare_quantized_layers, quantized_replacement
 from smelt.numerics.catalog import get_format
-from smelt.numerics.format import PER_TENSOR
+from smelt.numerics.format import PER_TENSOR, Format, QuantizedTensor, QuantParams
 from smelt.numerics.integer import Integer
 
 SHAPES: dict[str, tuple[type[nn.Module], dict[str, object], tuple[int, ...]]] = {
@@ -41,7 +45,13 @@ SHAPES: dict[str, tuple[type[nn.Module], dict[str, object], tuple[int, ...]]] = 
 }  # fmt: skip
 INPUTS = {
     "float": (None, False), "dynamic": ("int8", False), "static": ("int8", True), "int4": ("int4", True),
-    "zero point": ("int8-asym", True), "int4 zero point": ("int4-asym", True),
+    "zero point": ("int8-asym", True), "int4 zero point": ("int4-asym", True), "uint2": ("uint2", True),
+    "uint7": ("uint7", True), "uint8": ("uint8", True),
+}  # fmt: skip
+LOW_BITS: dict[str, WeightQuantizer] = {
+    "2 bits": Sawb(2), "2 bits, channel": Sawb(2, granularity="channel"), "ternary": Sawb(2, zero=True),
+    "3 bits": Sawb(3), "5 bits": Sawb(5), "7 bits with zero": Sawb(7, zero=True), "twn": Twn(),
+    "int3/32": MinMax("int3/32"),
 }  # fmt: skip
 
 
@@ -52,7 +62,7 @@ def build(name: str) -> tuple[nn.Module, Tensor]:
     return module, torch.randn(3, settings["in_channels"], *size)  # type: ignore[arg-type]
 
 
-def quantized(module: nn.Module, weight: Integer, inputs: str, x: Tensor) -> QuantizedConv:
+def quantized(module: nn.Module, weight: Format, inputs: str, x: Tensor) -> QuantizedConv:
     format_name, static = INPUTS[inputs]
     input_format = None if format_name is None else get_format(format_name)
     if input_format is not None and static:
@@ -95,6 +105,42 @@ def test_every_backend_agrees_with_the_reference(name: str, inputs: str, weight:
         with use_backend("reference"):
             torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
     assert layer(x).shape == module(x).shape
+
+
+@pytest.mark.parametrize("weights", LOW_BITS)
+@pytest.mark.parametrize(
+    ("name", "inputs"), itertools.product(["3x3", "uneven", "1-d"], ["uint2", "int4", "zero point"])
+)
+def test_low_bits_run_as_integers(name: str, inputs: str, weights: str) -> None:
+    """Codes of 2 bits without a zero are odd numbers of half steps; unsigned inputs are half of the signed ones."""
+    module, x = build(name)
+    quantizer = LOW_BITS[weights]
+    layer = quantized(module, quantizer.format, inputs, x)
+    layer.set_tensors(quantizer.quantize(linear_weight(module).detach(), {}), module.bias)  # type: ignore[arg-type]
+    layer.set_static_inputs(torch.tensor(0.4), torch.tensor(3) if layer.scheme.has_static_zero_point else None)
+    shape = layer.shape
+    expected = shape.outputs(reference_conv(shape.images(x), shape, layer.packed, layer.inputs, layer.bias), x)
+    stored = layer.packed.tensors["codes"]
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), expected, rtol=2e-4, atol=2e-4)
+    assert layer.packed.tensors["codes"] is stored
+    if layer.backend == "reference":
+        pytest.skip("no compiled kernels here")
+    assert layer.backend == "cpu-integer"
+
+
+def test_levels_that_are_no_integers_stay_in_float() -> None:
+    module, x = build("3x3")
+    weight = Integer(-1, "float32", 2, False, zero_dtype="float32")
+    layer = quantized(module, weight, "uint2", x)
+    codes = torch.randint(0, 4, (24, 144), dtype=torch.uint8)
+    qparams = QuantParams(torch.full((24, 1, 1), 0.1), torch.full((24, 1, 1), 1.3))
+    layer.set_tensors(QuantizedTensor(weight, codes, qparams), module.bias)  # type: ignore[arg-type]
+    layer.set_static_inputs(torch.tensor(0.4), None)
+    expected = reference_conv(x, layer.shape, layer.packed, layer.inputs, layer.bias)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), expected, rtol=2e-4, atol=2e-4)
+    assert layer.backend != "cpu-integer"
 
 
 def test_static_inputs_are_moved_to_the_device_of_the_weight() -> None:

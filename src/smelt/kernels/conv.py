@@ -20,7 +20,9 @@ from torch.nn import functional as F
 
 from smelt.errors import ModelError
 from smelt.kernels.linear import ActivationQuant, LinearKernel, PackedMatrix, offset_products
+from smelt.numerics.format import QuantizedTensor, QuantParams
 from smelt.numerics.integer import Integer
+from smelt.numerics.scaled import Ternary
 
 Pair = tuple[int, int]
 
@@ -153,14 +155,41 @@ def product_inputs(inputs: ActivationQuant | None, shape: ConvShape, device: tor
     """Return how an integer product of unfolded images gets its inputs; None if there is no such product.
 
     With one scale per image, the images are divided by their scales first: the product then has a scale of 1. With a
-    static zero point, the product is that of shifted images.
+    static zero point, the product is that of shifted images. Unsigned inputs are signed ones of a bit more.
     """
     if inputs is not None:
-        inputs = inputs.without_zero_point() or inputs
+        inputs = inputs.without_zero_point() or inputs.as_signed() or inputs
     if inputs is None or shape.groups > 1 or type(inputs.format) is not Integer or not inputs.format.symmetric:
         return None
     scale = torch.ones(1, 1, 1, device=device) if inputs.scale is None else inputs.scale
     return ActivationQuant(inputs.format, scale)
+
+
+def with_integer_kernel(packed: PackedMatrix) -> PackedMatrix:
+    """Return the same matrix in 8 bits, if its bits have no integer kernel on CPU and its values are integers.
+
+    Levels between two integers, as those of 2 bits without a zero, are doubled, and their scale is halved. The weight
+    of a convolution is small, so that this takes little memory.
+    """
+    number_format = packed.format
+    if packed.device.type != "cpu" or number_format.bits in (4, 8):
+        return packed
+    weight = packed.unpack()
+    groups = number_format.split_groups(weight.codes)
+    if type(number_format) is Integer:
+        values = groups - number_format.zero_point(weight.qparams)
+    elif type(number_format) is Ternary:
+        values = number_format.elements.decode(groups.to(torch.uint8))
+    else:
+        return packed
+    factor = 1 if torch.equal(values, values.round()) else 2
+    codes = factor * values + 128
+    if not torch.equal(codes, codes.round().clamp(0, 255)):
+        return packed
+    wide = Integer(number_format.group_size, "float32", 8)
+    codes = codes.flatten(-2)[..., : packed.columns].to(torch.uint8)
+    tensors = QuantizedTensor(wide, codes, QuantParams(weight.qparams.scale / factor)).pack()
+    return PackedMatrix(wide, packed.rows, packed.columns, tensors)
 
 
 def prepare_conv(
@@ -173,6 +202,8 @@ def prepare_conv(
             zero_point_conv, padding=shape.padding, inputs=inputs, padding_value=-float(inputs.offset),
             products=offset_products(packed, inputs), run=run,
         )  # fmt: skip
+    if (signed := inputs.as_signed()) is not None:
+        return partial(unsigned_conv, run=prepare_conv(kernel, shape, packed, signed))
     if isinstance(kernel, ConvKernel) and kernel.supports_conv(packed, inputs):
         return partial(kernel.convolve, shape=shape, prepared=kernel.prepare(packed, inputs))
     product = product_inputs(inputs, shape, packed.device)
@@ -192,6 +223,11 @@ def zero_point_conv(
     (top, bottom), (left, right) = padding
     images = F.pad(inputs.shift(x.flatten(1)).view_as(x), (left, right, top, bottom), value=padding_value)
     return run(images, products if bias is None else products + bias)
+
+
+def unsigned_conv(x: Tensor, bias: Tensor | None, *, run: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
+    """Convolve images whose quantization has no levels below zero with `run`, which has such levels, too."""
+    return run(x.clamp(min=0), bias)
 
 
 def im2col_conv(

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from smelt.kernels import dispatch
-from smelt.numerics.format import Format, QuantizedTensor, QuantParams
+from smelt.numerics.format import PER_TENSOR, Format, QuantizedTensor, QuantParams
 from smelt.numerics.integer import Integer
+from smelt.numerics.scaled import Unsigned
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,16 @@ class ActivationQuant:
         if self.zero is None or type(self.format) is not Integer:
             return None
         return ActivationQuant(replace(self.format, symmetric=True), self.scale)
+
+    def as_signed(self) -> ActivationQuant | None:
+        """Return symmetric integers of a bit more, which have the levels of unsigned ones and as many below zero.
+
+        None for other formats, for 8 bits and for dynamic scales.
+        """
+        unsigned = type(self.format) is Unsigned and self.format.group_size == PER_TENSOR and self.format.bits < 8
+        if not unsigned or self.scale is None:
+            return None
+        return ActivationQuant(Integer(PER_TENSOR, "float32", self.format.bits + 1), self.scale)
 
     def shift(self, x: Tensor) -> Tensor:
         """Return the values of the codes of x as if zero were the middle code: `fake_quantize` less `offset`."""
