@@ -129,6 +129,18 @@ def test_low_bits_run_as_integers(name: str, inputs: str, weights: str) -> None:
     assert layer.backend == "cpu-integer"
 
 
+@pytest.mark.parametrize("inputs", ["static", "dynamic", "zero point", "uint2"])
+def test_inputs_that_require_gradients_have_the_same_outputs(inputs: str) -> None:
+    module, x = build("3x3")
+    layer = quantized(module, Integer(-1, "float16", 8, True), inputs, x)
+    x.requires_grad_()
+    y = layer(x)
+    torch.testing.assert_close(y, layer(x.detach()), rtol=2e-4, atol=2e-4)
+    assert layer.inputs is not None
+    expected = layer.shape.convolve(layer.inputs.fake_quantize(x.flatten(1)).view_as(x), layer.weight, layer.bias)
+    torch.testing.assert_close(y, expected)
+
+
 def test_levels_that_are_no_integers_stay_in_float() -> None:
     module, x = build("3x3")
     weight = Integer(-1, "float32", 2, False, zero_dtype="float32")

@@ -297,9 +297,12 @@ class QuantizedConv(QuantizedLinear):
             weight = self.weight.to(x.dtype)
         if weight is None:
             selected = self._select_kernel(x.dtype)
-            if selected.inputs is not None and not (x.requires_grad and torch.is_grad_enabled()):
+            if selected.inputs is None:
+                weight = selected.kernel.dequantize(selected.packed, selected.prepared, x.dtype)
+            elif x.requires_grad and torch.is_grad_enabled():  # which an integer product has not
+                weight = self.weight.to(x.dtype)
+            else:
                 return self.shape.outputs(selected.prepared(images, self.bias), x)
-            weight = selected.kernel.dequantize(selected.packed, selected.prepared, x.dtype)
         inputs = self.inputs
         images = images if inputs is None else fake_quantize_images(inputs, images)
         return self.shape.outputs(self.shape.convolve(images, weight, self.bias), x)
