@@ -5,8 +5,10 @@
 The images are the lossy JPEG copies of the shared folder, on which the published network loses ten points; so the dense
 network is trained on them first, from the published weights, with the same epochs, and every row starts from it. All
 rows have the same optimizer, schedule and augmentation and differ in the quantizers only. First convolution, classifier
-and the 1x1 convolutions of shortcuts stay in float. Accuracy is that of the packed network on the 10,000 test images.
-Every row is a process of its own. `--resume` with the `--folder` of a cut-off run adds the rows that it lacks.
+and the 1x1 convolutions of shortcuts stay in float. PACT starts at the level of the first batch, or at the published
+10 in rows that say so; `--sweep` adds other weights and temperatures of SPEQ's loss. Accuracy is that of the packed
+network on the 10,000 test images. Every row is a process of its own. `--resume` with the `--folder` of a cut-off run
+adds the rows that it lacks.
 """
 
 from __future__ import annotations

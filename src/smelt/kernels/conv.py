@@ -165,7 +165,7 @@ def product_inputs(inputs: ActivationQuant | None, shape: ConvShape, device: tor
     return ActivationQuant(inputs.format, scale)
 
 
-def with_integer_kernel(packed: PackedMatrix) -> PackedMatrix:
+def widen_to_int8(packed: PackedMatrix) -> PackedMatrix:
     """Return the same matrix in 8 bits, if its bits have no integer kernel on CPU and its values are integers.
 
     Levels between two integers, as those of 2 bits without a zero, are doubled, and their scale is halved. The weight

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from smelt.errors import ModelError
-from smelt.kernels.conv import ConvShape, fake_quantize_images, prepare_conv, product_inputs, with_integer_kernel
+from smelt.kernels.conv import ConvShape, fake_quantize_images, prepare_conv, product_inputs, widen_to_int8
 from smelt.kernels.dispatch import forced_backend
 from smelt.kernels.hadamard import hadamard_transform
 from smelt.kernels.linear import ActivationQuant, LinearKernel, PackedMatrix, select_kernel
@@ -314,7 +314,7 @@ class QuantizedConv(QuantizedLinear):
         if self._selected is None or self._selected.key != key:
             packed, inputs = self.packed, self.inputs
             product = product_inputs(inputs, self.shape, packed.device)
-            multiplied = packed if product is None else with_integer_kernel(packed)
+            multiplied = packed if product is None else widen_to_int8(packed)
             kernel = select_kernel(multiplied, product, dtype)
             if inputs is not None and product is not None and kernel.quantizes_inputs:
                 packed = multiplied
