@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -12,12 +13,14 @@ from pathlib import Path
 import pytest
 
 from smelt.kernels.cpu import build, gptq_rounding
-from smelt.kernels.cpu.build import ensure_compiled, load_library, load_units
+from smelt.kernels.cpu.build import ensure_compiled, find_compiler, load_library, load_units
+from tests.kernels.instruction_sets import NEEDS_COMPILER as compiled
+from tests.kernels.instruction_sets import has_compiler
 
-LIBRARY = load_library()
-MADE = ensure_compiled() if LIBRARY is not None else None
+MADE = ensure_compiled() if has_compiler() else None
 STEPS = len(build.UNITS) + 1  # each unit is compiled, then all are linked
-compiled = pytest.mark.skipif(LIBRARY is None, reason="needs a C++ compiler")
+# CPUs with instructions that the machine of a test rarely has: their sources are checked, not run.
+RARE_CPUS = {"x86_64": "-march=sapphirerapids", "aarch64": "-march=armv8.4-a+sve"}
 
 PRODUCT = """
 import torch
@@ -160,6 +163,18 @@ def test_other_architectures_are_compiled_too(compiler: Path, monkeypatch: pytes
     assert load_library() is not None
     assert build.native_flag("aarch64") == "-mcpu=native"
     assert build.native_flag("x86_64") == "-march=native"
+
+
+@compiled
+@pytest.mark.parametrize("source", sorted(path.name for path in build.SOURCE.glob("*.cpp")))
+def test_the_sources_compile_for_cpus_that_are_not_here(source: str) -> None:
+    """AMX code is compiled where a CPU has AMX only; an error in it leaves such a machine without any kernel."""
+    machine = RARE_CPUS.get(platform.machine())
+    check = [find_compiler(), *build.FLAGS, "-fsyntax-only", f"-I{build.SOURCE / build.HIGHWAY}", str(machine)]
+    if machine is None or subprocess.run([*check, "-x", "c++", os.devnull], capture_output=True).returncode:
+        pytest.skip("this compiler does not know the CPU")
+    result = subprocess.run([*check, str(build.SOURCE / source)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[:2000]
 
 
 def test_the_sources_need_no_x86() -> None:

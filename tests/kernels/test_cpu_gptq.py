@@ -17,11 +17,11 @@ from smelt.kernels.dispatch import CPU, use_backend
 from smelt.kernels.gptq_rounding import gptq_block_backend, gptq_block_kernel
 from smelt.numerics import QuantParams
 from smelt.numerics.integer import Integer
+from tests.kernels.instruction_sets import NEEDS_COMPILER as compiled
 
 LIBRARY = library()
 KINDS = ["symmetric", "zeros", "fractions"]
 HERE = torch.device("cpu")
-compiled = pytest.mark.skipif(LIBRARY is None, reason="needs a C++ compiler")
 Block = tuple[Tensor, Tensor, Tensor, Tensor | None]  # weight, factor, scale, zero
 
 

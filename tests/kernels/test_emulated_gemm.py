@@ -10,7 +10,6 @@ import torch
 
 from smelt.errors import FormatError
 from smelt.kernels.accumulation import Accumulation
-from smelt.kernels.cpu.emulated_gemm import library
 from smelt.kernels.dispatch import CPU, use_backend
 from smelt.kernels.emulated_gemm import emulated_matmul, emulated_sum, philox, select_backend
 from smelt.numerics.float_format import (
@@ -24,8 +23,8 @@ from smelt.numerics.float_format import (
     Rounding,
 )
 from tests.kernels.emulated_operands import assert_same_bits, difficult_operands
+from tests.kernels.instruction_sets import NEEDS_COMPILER as compiled
 
-compiled = pytest.mark.skipif(library() is None, reason="needs a C++ compiler")
 FORMATS = [
     DLFLOAT16,
     FLOAT16,

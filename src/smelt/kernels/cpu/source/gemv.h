@@ -8,7 +8,7 @@
 
 constexpr int MAX_TOKENS = 4, BLOCK = 16;    // tokens at once; rows written at once
 constexpr int64_t MIN_DECODED_TOKENS = 12;   // fewest tokens for which rows are decoded to memory
-constexpr int64_t TILE_BYTES = 512 * 1024;   // of the inputs of tokens that stay in the cache meanwhile
+constexpr int64_t CACHED_INPUT_BYTES = 512 * 1024;  // of the inputs of tokens that stay in the cache meanwhile
 
 struct RowBuffers {        // per thread
     float *scale, *shift;  // [BLOCK, groups]
@@ -183,7 +183,7 @@ template <int Bits, Decoding How>
 inline void row_product(
     const LinearPlan& plan, const Decoder<Bits, How>& decoder, const void* x, int64_t tokens, void* y, int threads) {
     const RowInputs in = row_inputs<Bits>(plan, x, tokens, threads);
-    const int64_t fitting = TILE_BYTES / (in.padded * int64_t(sizeof(float))),
+    const int64_t fitting = CACHED_INPUT_BYTES / (in.padded * int64_t(sizeof(float))),
                   tile = tokens < MIN_DECODED_TOKENS || fitting > tokens ? tokens : fitting < 48 ? 48 : fitting;
 #pragma omp parallel num_threads(threads)
     for (int64_t first = 0; first < tokens; first += tile) {
