@@ -11,12 +11,14 @@ dense one. Seeds differ in calibration samples, probes, random units and the ord
 
 The images are the lossy JPEG copies of the shared folder, on which the published networks lose ten points and are at no
 minimum; so the dense networks are trained on them first, from the published weights of ResNet-20 and ResNet-56, as the
-rows are. `--folder` keeps the dense networks; `--resume` keeps finished rows.
+rows are. What an implant recovers is the difference of two rows: one with it, and one that keeps the same units without
+it and so has fewer parameters. `--folder` keeps the dense networks; `--resume` keeps finished rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
@@ -38,8 +40,10 @@ from smelt.data import Batch, labeled_batches
 from smelt.measure.cost import block_parameters
 from smelt.measure.task import evaluate_task
 from smelt.models.artifact import save_artifact
+from smelt.models.implants import implants_of
 from smelt.models.load import load
 from smelt.models.model import Model
+from smelt.models.surgery import keep_units
 
 DENSE, IMPLANT = "dense", 0.1
 ROWS: dict[str, dict[str, Any]] = {
@@ -50,6 +54,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "hap as published": {"method": "hap", "weights": "rows", "ranking": "unit"},
     "hap + implant": {"method": "hap", "implant": IMPLANT},
 }
+WITHOUT = "hap + implant, implant left out"
 RESNETS = {"resnet20": 20, "resnet56": 56}
 NETWORKS = (*RESNETS, "minilm-sst2")
 MAX_LENGTH = 128
@@ -68,16 +73,18 @@ def main() -> None:
         grid.prepare([cell for cell in dense if not (options.folder / cell["network"] / "smelt.json").exists()])
         cells = [
             {"network": network, "row": name, "seed": seed}
-            for network in reversed(options.networks) for seed in options.seeds for name in options.rows
+            for seed in options.seeds for network in reversed(options.networks) for name in options.rows
         ]  # fmt: skip
-        grid.run(grid.missing(cells))
+        grid.run(grid.missing([cell for cell in cells if cell["row"] != WITHOUT]))
+        last = [cell for cell in cells if cell["row"] == WITHOUT and units_file(cell, options).exists()]
+        grid.run(grid.missing(last))
 
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, "hap", seeds=[0, 1, 2], jobs=6)
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--rows", nargs="+", choices=[*ROWS, WITHOUT], default=[*ROWS, WITHOUT])
     parser.add_argument("--budget", type=float, default=0.5, help="share of the parameters")
     parser.add_argument("--images", type=int, default=50_000, help="of the training set")
     parser.add_argument("--texts", type=int, default=16_000, help="of the training set")
@@ -92,7 +99,7 @@ def read_options() -> argparse.Namespace:
         options.seeds, options.images, options.texts, options.epochs, options.dense_epochs = [0], 256, 64, 1, 1
         options.probes, options.calibration = 1, 16
         options.networks = [name for name in options.networks if name != "resnet56"]
-        options.rows = ["magnitude", "hap + implant"]
+        options.rows = ["magnitude", "hap + implant", WITHOUT]
     return options
 
 
@@ -111,14 +118,10 @@ def run_cell(cell: Row, options: argparse.Namespace) -> Row:
         return {**cell, **facts, "after": score(load(str(dense), device=options.device), network, options)}
     model = load(str(dense), device=options.device)
     full = block_parameters(model.anatomy)
-    step = {**ROWS[cell["row"]], "budget": {"parameters": options.budget}}
-    if step["method"] == "hap":
-        step["probes"] = options.probes
-    pruning = apply(step, model, calibration(model, cell, options), cell["seed"])
+    facts = prune(model, cell, options)
     seconds = time.monotonic() - begun
     row = {
-        **cell, "parameters": block_parameters(model.anatomy) / full, "pruning_seconds": seconds,
-        **{name: pruning[name] for name in ("implanted_units", "trace_error") if name in pruning},
+        **cell, "parameters": block_parameters(model.anatomy) / full, "pruning_seconds": seconds, **facts,
         "before": reloaded(model, network, options),
     }  # fmt: skip
     training = apply(
@@ -128,6 +131,31 @@ def run_cell(cell: Row, options: argparse.Namespace) -> Row:
         **row, "after": reloaded(model, network, options), "final_loss": training["final_loss"],
         "seconds": time.monotonic() - begun, **latency(dense, model, network, options),
     }  # fmt: skip
+
+
+def prune(model: Model, cell: Row, options: argparse.Namespace) -> Row:
+    """Remove units; return facts, with the units that an implanted network keeps beside its implants."""
+    if cell["row"] == WITHOUT:
+        for index, units in enumerate(json.loads(units_file(cell, options).read_text())):
+            keep_units(model.network, model.anatomy.parts[index], units)
+        return {}
+    step = {**ROWS[cell["row"]], "budget": {"parameters": options.budget}}
+    if step["method"] == "hap":
+        step["probes"] = options.probes
+    facts = apply(step, model, calibration(model, cell, options), cell["seed"])
+    facts = {name: facts[name] for name in ("implanted_units", "trace_error") if name in facts}
+    if step.get("implant"):
+        implanted = {entry["part"]: entry.get("channels", 0) for entry in implants_of(model.anatomy)}
+        counts = [part.units - implanted.get(part.name, 0) for part in model.anatomy.parts]
+        kept = [part.kept[:count] for part, count in zip(model.anatomy.parts, counts, strict=True)]
+        units_file(cell, options).write_text(json.dumps(kept))
+    return facts
+
+
+def units_file(cell: Row, options: argparse.Namespace) -> Path:
+    """Return the file of the units that a network with implants keeps beside them."""
+    path: Path = options.folder / f"units-{cell['network']}-{cell['seed']}.json"
+    return path
 
 
 def apply(step: Row, model: Model, batches: list[Batch], seed: int) -> Row:
@@ -217,7 +245,7 @@ def latency(dense: Path, model: Model, network: str, options: argparse.Namespace
 
 
 def text(rows: list[Row], options: argparse.Namespace) -> str:
-    names = [DENSE, *ROWS]
+    names = [DENSE, *ROWS, WITHOUT]
     rows = sorted(rows, key=lambda row: (NETWORKS.index(row["network"]), names.index(row["row"]), row["seed"]))
     cells = []
     for network, name in dict.fromkeys((row["network"], row["row"]) for row in rows):

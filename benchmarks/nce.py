@@ -6,9 +6,11 @@
 The images are the lossy JPEG copies of the shared folder, and the dense network is trained on them first, as in
 `qat_cifar.py`. Every row then ends with the same epochs of W2A2 training (PACT, SAWB) of a network within the MACs and
 the parameters of the original one. A search also trains weights, on half of its images: so a row of the unexpanded
-network trains for as many steps more. TAS is the same search with a threshold of 1, which adds no candidates. Stem,
-classifier and the 1x1 convolutions of shortcuts stay in float. Accuracy is that of the packed network on the test
-images; times are of the packed networks on CPU with one thread, in turns, after all rows.
+network trains for as many steps more. TAS is the same search with a threshold of 1, which adds no candidates. Two rows
+train from random weights, as the paper does: the unexpanded network, and one of the widths that NCE found with the same
+seed. The others start from trained weights, which the channels that a search adds do not have. Stem, classifier and the
+1x1 convolutions of shortcuts stay in float. Accuracy is that of the packed network on the test images; times are of the
+packed networks on CPU with one thread, in turns, after all rows.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from cifar_resnet import PROCESSOR, write_model
 from common import table
 from qat_cifar import accuracy, images, train_dense
 from qat_runs import Grid, Row, add_options, apply_step, flags, mean_and_seeds, train_cells, work_folder
-from torch import Tensor
+from torch import Tensor, nn
 from train_runs import cifar10
 
 from smelt.compression.base import MethodContext
@@ -34,9 +36,11 @@ from smelt.measure.cost import Workload, block_macs, block_parameters, count_byt
 from smelt.models.artifact import save_artifact
 from smelt.models.load import load
 from smelt.models.model import Model
+from smelt.models.surgery import keep_units, widen_channels
 
 DENSE, PLAIN, LONGER, TAS, NCE = "dense", "unexpanded", "unexpanded, trained longer", "TAS (only narrower)", "NCE"
-ROWS = (PLAIN, LONGER, TAS, NCE)
+PLAIN_RANDOM, NCE_RANDOM = "unexpanded, from random weights", "NCE, from random weights"
+ROWS = (PLAIN, LONGER, TAS, NCE, PLAIN_RANDOM, NCE_RANDOM)
 WIDTH_LR, SEARCH_LR = 0.02, 0.05
 TIMED_BATCHES, REPEATS = (1, 32), 9
 QUANTIZERS = {
@@ -52,12 +56,14 @@ def main() -> None:
     with work_folder(options):
         cifar10(options.folder)
         sizes = ("epochs", "images", "search_epochs", "search_images")
-        grid = Grid(__file__, options, flags(options, *sizes, "smoke"), key, text)
+        grid = Grid(__file__, options, flags(options, *sizes, "smoke", "compile"), key, text)
         if not (options.folder / DENSE).exists():  # a resumed run may have another folder
             grid.prepare([{"row": DENSE, "seed": 0}])
-        grid.run(
-            grid.missing([{"row": name, "seed": seed} for seed in options.seeds for name in reversed(options.rows)])
-        )
+        cells = [{"row": name, "seed": seed} for seed in options.seeds for name in reversed(options.rows)]
+        grid.run(grid.missing([cell for cell in cells if cell["row"] != NCE_RANDOM]))
+        searched = {row["seed"]: list(row["widths"].values()) for row in grid.rows if row["row"] == NCE}
+        last = [cell for cell in cells if cell["row"] == NCE_RANDOM and cell["seed"] in searched]
+        grid.run([{**cell, "channels": searched[cell["seed"]]} for cell in grid.missing(last)])
         for row, times in zip(grid.rows, measure_times(grid.rows, options), strict=True):
             row |= times
         grid.write()
@@ -73,7 +79,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--search-images", type=int, default=20_000, help="half for the weights, half for the widths")
     parser.add_argument("--resume", action="store_true", help="keep the rows of the results file")
     parser.add_argument("--smoke", action="store_true", help="a few images and one seed; no results to keep")
-    parser.set_defaults(compile=False)  # of the dense network
+    parser.add_argument("--compile", action="store_true", help="train by torch.compile, but for the search")
     options = parser.parse_args()
     if options.smoke:
         options.seeds, options.epochs, options.search_epochs = [0], 1, 2
@@ -105,9 +111,11 @@ def train_row(cell: Row, options: argparse.Namespace) -> Row:
         epochs = options.epochs
         if cell["row"] in (TAS, NCE):
             facts = search(model, cell, batch, options)
+        if cell["row"] in (PLAIN_RANDOM, NCE_RANDOM):
+            randomize(model, cell)
         if cell["row"] == LONGER:
             epochs += options.search_epochs * options.search_images / 2 / options.images
-        facts |= apply_step(training(epochs), model, [batch], cell["seed"])
+        facts |= apply_step(training(epochs, options.compile), model, [batch], cell["seed"])
         model_folder(cell, options).mkdir(exist_ok=True)
         save_artifact(model, model_folder(cell, options))
     work = Workload(image_size=32)
@@ -133,12 +141,29 @@ def search(model: Model, cell: Row, batch: dict[str, Tensor], options: argparse.
     return {"search_seconds": time.monotonic() - begun, **{name: facts[name] for name in names}}
 
 
-def training(epochs: float) -> Row:
+@torch.no_grad()
+def randomize(model: Model, cell: Row) -> None:
+    """Initialize all weights anew; a cell with `channels` gets a network of these widths."""
+    for index, (before, width) in enumerate(cell.get("channels", ())):
+        part = model.anatomy.parts[index]
+        if width > before:
+            widen_channels(part, width)
+        elif width < before:
+            keep_units(model.network, part, range(width))
+    torch.manual_seed(cell["seed"])
+    for module in model.network.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        elif isinstance(module, nn.BatchNorm2d | nn.Linear):
+            module.reset_parameters()
+
+
+def training(epochs: float, compiled: bool) -> Row:
     """Return the step of the recipe that all rows end with."""
     optimizer = {"name": "sgd", "lr": 0.04, "momentum": 0.9, "weight_decay": 1e-4}
     return {
         "method": "qat", **QUANTIZERS, "epochs": epochs, "batch_size": 256, "optimizer": optimizer, "augment": True,
-        "max_grad_norm": None, "select": "last",
+        "max_grad_norm": None, "select": "last", "compile": compiled,
     }  # fmt: skip
 
 
