@@ -1,4 +1,4 @@
-"""Batch norms are folded exactly into the layers before them."""
+"""Batch norms are folded exactly into the layers before them, or normalize by the batch without training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from smelt.errors import ModelError
-from smelt.models.batch_norm import batch_norms, fold_batch_norms, folded_norms, restore_folded_norms
+from smelt.models.batch_norm import (
+    batch_norms,
+    batch_statistics,
+    fold_batch_norms,
+    folded_norms,
+    restore_folded_norms,
+)
 from smelt.models.inputs import random_inputs
 from tests.models.test_quartznet import quartznet
 
@@ -37,6 +43,41 @@ def test_folding_is_exact(build: type) -> None:
     assert pairs.keys() == batch_norms(network).keys() and not batch_norms(folded) and folded_norms(folded) == pairs
     other = {name: torch.randn_like(tensor) for name, tensor in inputs.items()}
     torch.testing.assert_close(folded(**other)[0], network(**other)[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_folding_on_a_gpu_is_not_misled_by_tf32() -> None:
+    network = resnet().cuda()
+    inputs = {name: tensor.cuda() for name, tensor in random_inputs(network).items()}
+    assert torch.backends.cudnn.allow_tf32  # PyTorch's default
+    assert fold_batch_norms(network, inputs)
+
+
+@torch.no_grad()
+def test_folding_runs_the_network_without_tf32() -> None:
+    network, seen = resnet(), []
+    network.register_forward_hook(lambda *_: seen.append(torch.backends.cudnn.allow_tf32))
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    fold_batch_norms(network, random_inputs(network))
+    assert seen == [False, False] and before == (
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def test_batch_statistics_ignore_the_scale_of_a_layer_and_keep_the_running_ones() -> None:
+    network = resnet()
+    inputs, before = random_inputs(network), copy.deepcopy(network.state_dict())
+    with batch_statistics(network):
+        outputs = network(**inputs)[0]
+        for module in network.modules():
+            if isinstance(module, nn.Conv2d):
+                module.weight *= 100
+        torch.testing.assert_close(network(**inputs)[0], outputs, atol=0.02, rtol=0.02)  # epsilon
+    running = {name: value for name, value in network.state_dict().items() if "running" in name}
+    assert all(torch.equal(value, before[name]) for name, value in running.items())
+    assert not any(module.training for module in network.modules())
 
 
 @torch.no_grad()

@@ -1,11 +1,13 @@
-"""Batch norm in inference is an affine function of each channel: fold it into the layer before it.
+"""Batch norms: normalize by the batch without training, and fold them into the layers before them.
 
-A folded norm leaves a `FoldedNorm` in its place, so that an artifact can say which ones are gone and which layers got
-their biases.
+In inference a batch norm is an affine function of each channel, which that layer can compute. A folded norm leaves a
+`FoldedNorm` in its place, so that an artifact can say which ones are gone and which layers got their biases.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,6 +43,22 @@ def batch_norms(network: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+@contextmanager
+def batch_statistics(network: nn.Module) -> Iterator[None]:
+    """Normalize by the statistics of the batch inside the context, as in training, but keep the running ones."""
+    norms = [module for module in network.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    before = [(norm.momentum, norm.training) for norm in norms]
+    for norm in norms:
+        norm.momentum = 0.0
+        norm.train()
+    try:
+        yield
+    finally:
+        for norm, (momentum, training) in zip(norms, before, strict=True):
+            norm.momentum = momentum
+            norm.train(training)
+
+
 @torch.no_grad()
 def fold_batch_norms(network: PreTrainedModel, inputs: Batch) -> dict[str, str]:
     """Fold every batch norm that directly follows a convolution or linear layer into it, in place.
@@ -49,13 +67,14 @@ def fold_batch_norms(network: PreTrainedModel, inputs: Batch) -> dict[str, str]:
     become `FoldedNorm`: `w' = w * gamma / sqrt(var + eps)`, `b' = (b - mean) * gamma / sqrt(var + eps) + beta`.
     """
     network.eval()
-    before, pairs = _run_and_pair(network, inputs)
-    if not is_finite(before):
-        raise ModelError("the network computes NaN or infinity; check its weights and its inputs.")
-    for norm_path, layer_path in pairs.items():
-        _fold(network.get_submodule(layer_path), network.get_submodule(norm_path))
-        replace_module(network, norm_path, FoldedNorm(layer_path))
-    after: Tensor = network(**inputs)[0]
+    with _no_tf32():  # its rounding of weights would look like an error of the fold
+        before, pairs = _run_and_pair(network, inputs)
+        if not is_finite(before):
+            raise ModelError("the network computes NaN or infinity; check its weights and its inputs.")
+        for norm_path, layer_path in pairs.items():
+            _fold(network.get_submodule(layer_path), network.get_submodule(norm_path))
+            replace_module(network, norm_path, FoldedNorm(layer_path))
+        after: Tensor = network(**inputs)[0]
     change = (after - before).abs().max() / before.abs().max().clamp(min=1e-12)
     if not change <= max(_MAX_RELATIVE_CHANGE, _MAX_ROUNDING_ERRORS * torch.finfo(after.dtype).eps):
         raise ModelError(
@@ -63,6 +82,20 @@ def fold_batch_norms(network: PreTrainedModel, inputs: Batch) -> dict[str, str]:
             f"convolution before its batch norm, such as {next(iter(pairs.values()), 'none')}."
         )
     return pairs
+
+
+@contextmanager
+def _no_tf32() -> Iterator[None]:
+    """Multiply float32 on a GPU in full precision inside the context; PyTorch's convolutions use TF32 by default."""
+    settings: Any = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    before = [each.allow_tf32 for each in settings]
+    for each in settings:
+        each.allow_tf32 = False
+    try:
+        yield
+    finally:
+        for each, value in zip(settings, before, strict=True):
+            each.allow_tf32 = value
 
 
 def folded_norms(network: nn.Module) -> dict[str, str]:

@@ -17,15 +17,17 @@ from torch.nn import functional as F
 from smelt.compression.base import METHODS, Batch, Method, MethodContext
 from smelt.compression.distillation.fake_quantize import fake_quantized_layers, init_activations, prepare
 from smelt.compression.distillation.losses import Labels
+from smelt.compression.distillation.quantizers.dorefa import Dorefa
 from smelt.compression.distillation.quantizers.pact import Pact
 from smelt.compression.distillation.quantizers.sawb import Sawb
 from smelt.compression.distillation.samples import Samples, crop_and_flip
-from smelt.compression.distillation.speq import StochasticPrecisionTeacher, frozen_running_statistics
+from smelt.compression.distillation.speq import StochasticPrecisionTeacher
 from smelt.compression.distillation.student import Student
 from smelt.compression.recipe.recipe import Recipe
 from smelt.errors import DataError, DivergenceError, ModelError, RecipeError
 from smelt.kernels.dispatch import use_backend
 from smelt.models.artifact import load_artifact, save_artifact
+from smelt.models.batch_norm import batch_statistics
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedConv, quantized_layers
 from smelt.models.verify import verify
@@ -84,7 +86,7 @@ def test_a_2_bit_network_learns_and_is_packed(name: str, tmp_path: Path) -> None
     assert torch.equal(reloaded.network(pixels).logits, model.network(pixels).logits)
 
 
-@pytest.mark.parametrize(("family", "bits"), [("vit", 4), ("resnet", 4), ("bert", 8)])
+@pytest.mark.parametrize(("family", "bits"), [("vit", 4), ("resnet", 6), ("bert", 8)])
 def test_a_packed_zero_point_is_the_trained_one(family: str, bits: int, tmp_path: Path) -> None:
     """The convolutions of the ResNet, too, which pad the outputs of a GELU with zeros."""
     generator = torch.Generator().manual_seed(0)
@@ -288,6 +290,18 @@ def test_a_compiled_run_learns_the_same(method_name: str, name: str, num_graphs:
     assert num_graphs <= trained <= 2 * num_graphs, "in training and in evaluation"
 
 
+def test_clipping_levels_do_not_grow_with_the_scale_of_quantized_weights() -> None:
+    """DoReFa's weights lose their scale, so running statistics say nothing about the activations of training."""
+    torch.manual_seed(0)
+    network = BUILDS["resnet"]()
+    paths = [path for path, m in network.named_modules() if isinstance(m, nn.Conv2d) and "encoder" in path]
+    prepare(network, dict.fromkeys(paths, Dorefa(2)), Pact(2))
+    init_activations(network, images(32)[0])
+    alphas = [float(layer.input_learned["alpha"].detach()) for layer in fake_quantized_layers(network).values()]
+    assert max(alphas) < 10, alphas  # normalized activations
+    assert not network.training
+
+
 def test_speqs_teacher() -> None:
     """Without high precision it is the student; it changes neither running statistics nor bits."""
     torch.manual_seed(0)
@@ -298,7 +312,7 @@ def test_speqs_teacher() -> None:
     init_activations(network, batch)
     before = copy.deepcopy(network.state_dict())
     student = Student(network, (), None)
-    with torch.no_grad(), frozen_running_statistics(network):
+    with torch.no_grad(), batch_statistics(network):
         own = network(**batch).logits
     with torch.no_grad():
         same = StochasticPrecisionTeacher(0.0, 8).outputs(student, batch).logits

@@ -40,17 +40,19 @@ def measure_importance(
     parts = feed_forwards(anatomy)
     importance, overlaps = [], []
     for batches in track(data):
-        sums = torch.zeros(2, len(parts), max(part.units for part in parts), dtype=torch.float64)
+        shape = 2, len(parts), max(part.units for part in parts)
+        sums = torch.zeros(shape, dtype=torch.float64, device=parts[0].output.device)
         counts = [0, 0]
         for number, batch in enumerate(batches):
             half = number % 2
             counts[half] += batch["input_ids"].numel()
 
             def add(layer: int, part: Part, hidden: Tensor, half: int = half, sums: Tensor = sums) -> None:
-                sums[half, layer, : part.units] += hidden.abs().flatten(0, -2).double().sum(0).cpu()
+                sums[half, layer, : part.units] += hidden.abs().flatten(0, -2).double().sum(0)
 
             observe_hidden(anatomy, batch, parts, add)
-        means = [sums[:, layer, : part.units] for layer, part in enumerate(parts)]
+        on_host = sums.cpu()  # once: each copy waits for the device
+        means = [on_host[:, layer, : part.units] for layer, part in enumerate(parts)]
         importance.append([mean.sum(0) / sum(counts) for mean in means])
         if min(counts):
             overlaps += [jaccard(top_mask(mean[0], width), top_mask(mean[1], width)) for mean in means]

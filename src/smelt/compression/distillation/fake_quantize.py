@@ -19,6 +19,7 @@ from smelt.compression.distillation.quantizers import ActivationQuantizer, Weigh
 from smelt.errors import DataError
 from smelt.kernels.conv import ConvShape
 from smelt.measure.logits import eval_mode
+from smelt.models.batch_norm import batch_statistics
 from smelt.models.quantization_scheme import QuantizationScheme
 from smelt.models.quantized import QuantizedLinear
 from smelt.models.quantized_network import linear_weight, quantized_replacement, replace_module
@@ -100,13 +101,17 @@ def prepare(
 
 
 def init_activations(network: Any, batch: Mapping[str, Tensor]) -> None:
-    """Initialize the activation quantizers of all layers in one pass, each from inputs that are not quantized yet."""
+    """Initialize the activation quantizers of all layers in one pass, each from inputs that are not quantized yet.
+
+    Batch norms use the statistics of this batch, as training will: the running ones are those of float weights, and
+    quantizers that change the scale of a weight, such as DoReFa's, would let activations grow from layer to layer.
+    """
     layers = [layer for layer in fake_quantized_layers(network).values() if layer.inputs is not None]
     handles = [
         layer.register_forward_pre_hook(lambda module, args: module.init_inputs(args[0].detach())) for layer in layers
     ]
     try:
-        with float_inputs(network), eval_mode(network):
+        with float_inputs(network), eval_mode(network), batch_statistics(network):
             network(**batch)
     finally:
         for handle in handles:

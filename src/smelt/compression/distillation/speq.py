@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from smelt.compression.base import METHODS, Batch, within
 from smelt.compression.distillation.base import QuantizationAwareTraining
@@ -20,6 +18,7 @@ from smelt.compression.distillation.quantizers.pact import Pact
 from smelt.compression.distillation.quantizers.sawb import Sawb
 from smelt.compression.distillation.student import NetworkTeacher, Student
 from smelt.errors import RecipeError
+from smelt.models.batch_norm import batch_statistics
 from smelt.models.model import Model
 
 
@@ -38,7 +37,7 @@ class StochasticPrecisionTeacher(NetworkTeacher):
     def outputs(self, student: Student, batch: Batch) -> Any:
         device = next(student.network.parameters()).device
         drawn = torch.rand(len(fake_quantized_layers(student.network)), device=device) < self.probability
-        with other_input_bits(student.network, self.high_bits, drawn), frozen_running_statistics(student.network):
+        with other_input_bits(student.network, self.high_bits, drawn), batch_statistics(student.network):
             return self._observe(student, batch)
 
 
@@ -73,17 +72,3 @@ class Speq(QuantizationAwareTraining):
 
     def make_teacher(self, model: Model) -> NetworkTeacher | None:
         return StochasticPrecisionTeacher(self.probability, self.high_bits)
-
-
-@contextmanager
-def frozen_running_statistics(network: nn.Module) -> Iterator[None]:
-    """Normalize by the statistics of the batch, but do not let it change the running ones."""
-    norms = [module for module in network.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    before = [norm.momentum for norm in norms]
-    for norm in norms:
-        norm.momentum = 0.0
-    try:
-        yield
-    finally:
-        for norm, momentum in zip(norms, before, strict=True):
-            norm.momentum = momentum

@@ -325,26 +325,26 @@ def router_targets(
         for index, own in enumerate(layer.experts):
             mask[index, list(own)] = 1.0
         masks.append(mask)
-    used = [index for index, layer in enumerate(channels) if len(layer.experts[0])]  # the others decide nothing
+    private = [len(layer.experts[0]) for layer in channels]
+    used = [index for index, count in enumerate(private) if count]  # the others decide nothing
     targets: list[list[Tensor]] = []
     for batches in track(data):
         targets.append([])
         for batch in batches:
-            total = torch.zeros(*batch["input_ids"].shape, experts)
+            total = torch.zeros(*batch["input_ids"].shape, experts, device=masks[0].device)
 
             def add(layer: int, part: Part, hidden: Tensor, total: Tensor = total) -> None:
                 if layer in used:
-                    total += layer_target(hidden.abs().flatten(0, -2), masks[layer]).view(total.shape).cpu()
+                    total += layer_target(hidden.abs().flatten(0, -2), masks[layer], private[layer]).view(total.shape)
 
             observe_hidden(anatomy, batch, parts, add)
-            targets[-1].append(total / len(used))
+            targets[-1].append(total.cpu() / len(used))  # once: each copy waits for the device
     return targets
 
 
-def layer_target(values: Tensor, masks: Tensor) -> Tensor:
+def layer_target(values: Tensor, masks: Tensor, private: int) -> Tensor:
     """Return the distribution that one layer asks for, [tokens, experts], from |h| [tokens, neurons] and the private
-    neurons [experts, neurons]."""
-    private = int(masks[0].sum())
+    neurons [experts, neurons], so many per expert."""
     ranked = values.topk(private, dim=1).values  # descending
     graded = torch.zeros_like(values)
     for fifths in _RANKS:
