@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.kernels.triton_device import DEVICE, HALF, distance  # isort: skip  (before anything imports Triton)
 
@@ -356,6 +357,33 @@ def test_argmax_returns_the_first_of_equal_tokens() -> None:
     last, slots = torch.zeros(4, dtype=torch.int64, device=DEVICE), torch.tensor([3, 0, 2], device=DEVICE)
     assert argmax_tokens(logits, slots, last).tolist() == [17, 4095, 4096]
     assert last.tolist() == [4095, 0, 4096, 17]
+    logits[1:] = torch.nan  # the padding of the splits must not win
+    logits[1, 4100] = 0.0
+    assert argmax_tokens(logits, slots, last).tolist() == [17, 4100, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="a load for a CUDA device")
+def test_many_requests_of_three_query_heads_per_kv_head() -> None:
+    """The shape of SmolLM2-135M under the load of a trace: prompts of up to 512 tokens arrive while others decode."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=9, num_key_value_heads=3,
+        vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=True, eos_token_id=None,
+    )  # fmt: skip
+    network = LlamaForCausalLM(config).to(DEVICE, torch.bfloat16).eval()
+    engine = Engine(Model(network), max_model_len=576, enable_prefix_caching=False, max_num_seqs=64)
+    engine.warmup([32] * 8)
+    generator, lengths = torch.Generator().manual_seed(0), [1, 512, 37, 300, 512, 64, 200, 511]
+    sampling = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
+    requests, steps = [], 0
+    while len(requests) < 96 or engine.busy:
+        if len(requests) < 96 and steps % 3 == 0:
+            prompt = torch.randint(49152, (lengths[len(requests) % 8],), generator=generator).tolist()
+            requests.append(engine.submit(prompt, sampling)[0])
+        engine.step()
+        steps += 1
+    assert all(len(request.output) == 64 for request in requests)
 
 
 @pytest.mark.parametrize(

@@ -119,10 +119,15 @@ def joint_norm_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def argmax_split_kernel(logits, values, tokens, vocab_size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Find the most likely token of one split of the vocabulary; ties go to the first."""
+    """Find the most likely token of one split of the vocabulary; ties go to the first.
+
+    NaN counts as -inf: a comparison with it may choose the padding, whose index is no token, and looking up its
+    embedding would end the process for all requests.
+    """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = split * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * vocab_size + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+    x = tl.where(x == x, x, float("-inf"))
     value, index = tl.max(x, axis=0, return_indices=True)
     tl.store(values + row * tl.num_programs(1) + split, value)
     tl.store(tokens + row * tl.num_programs(1) + split, split * BLOCK + index)
