@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from cifar_resnet import PROCESSOR, write_model
-from common import table
+from common import previous_rows, table
 from qat_cifar import accuracy, images, train_dense
 from qat_runs import Grid, Row, add_options, apply_step, flags, mean_and_seeds, train_cells, work_folder
 from torch import Tensor, nn
@@ -61,9 +61,11 @@ def main() -> None:
             grid.prepare([{"row": DENSE, "seed": 0}])
         cells = [{"row": name, "seed": seed} for seed in options.seeds for name in reversed(options.rows)]
         grid.run(grid.missing([cell for cell in cells if cell["row"] != NCE_RANDOM]))
-        searched = {row["seed"]: list(row["widths"].values()) for row in grid.rows if row["row"] == NCE}
-        last = [cell for cell in cells if cell["row"] == NCE_RANDOM and cell["seed"] in searched]
-        grid.run([{**cell, "channels": searched[cell["seed"]]} for cell in grid.missing(last)])
+        searches = previous_rows(options.widths_of, True) if options.widths_of else grid.rows
+        searched = {row["seed"]: list(row["widths"].values()) for row in searches if row["row"] == NCE}
+        last = [cell for cell in cells if cell["row"] == NCE_RANDOM and searched]
+        default = next(iter(searched.values()), None)
+        grid.run([{**cell, "channels": searched.get(cell["seed"], default)} for cell in grid.missing(last)])
         for row, times in zip(grid.rows, measure_times(grid.rows, options), strict=True):
             row |= times
         grid.write()
@@ -77,6 +79,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--images", type=int, default=50_000, help="of the training set")
     parser.add_argument("--search-epochs", type=int, default=12)
     parser.add_argument("--search-images", type=int, default=20_000, help="half for the weights, half for the widths")
+    parser.add_argument("--widths-of", metavar="NAME", help="results whose NCE rows give the widths to random weights")
     parser.add_argument("--resume", action="store_true", help="keep the rows of the results file")
     parser.add_argument("--smoke", action="store_true", help="a few images and one seed; no results to keep")
     parser.add_argument("--compile", action="store_true", help="train by torch.compile, but for the search")

@@ -74,13 +74,10 @@ def test_classes_are_dropped_as_often_as_configured(
     assert set(seen[0].tolist()) <= {0, 4}
 
 
-def test_a_mixture_is_the_linear_combination_of_the_embeddings() -> None:
+def test_conditions_are_embeddings_of_classes_and_the_last_one_is_of_no_class() -> None:
     network = generator()
-    labels, weights = torch.tensor([[0, 2], [3, 1]]), torch.tensor([[0.5, 0.5], [0.25, 0.75]])
     table = network.class_embedding.weight
-    expected = torch.stack([0.5 * table[0] + 0.5 * table[2], 0.25 * table[3] + 0.75 * table[1]])
-    assert torch.allclose(network.embed_classes(labels, weights), expected)
-    assert torch.equal(network.embed_classes(labels[:, 0]), table[labels[:, 0]])
+    assert torch.equal(network.embed_classes(torch.tensor([[0, 2], [3, 1]])), table[[0, 2, 3, 1]].view(2, 2, -1))
     assert torch.equal(network.no_class(2), table[[4, 4]])
 
 
@@ -96,23 +93,28 @@ def test_the_step_and_the_condition_change_the_prediction() -> None:
 
 
 @pytest.mark.parametrize("guidance", [0.0, 1.0, 3.5])
-def test_guidance_extrapolates_from_the_prediction_without_a_class(guidance: float) -> None:
+@pytest.mark.parametrize("classes", [[[1], [2], [3]], [[1, 0], [2, 3], [3, 1]]])
+def test_guidance_extrapolates_from_the_prediction_without_a_class(classes: list[list[int]], guidance: float) -> None:
+    """To the prediction for a class, or to the mean of those for several: not to that for their mean embedding."""
     network = generator()
     noisy, steps = noisy_images(network)
-    condition = network.embed_classes(torch.tensor([1, 2, 3]))
+    conditions = network.embed_classes(torch.tensor(classes))
     with torch.no_grad():
-        conditional = network.predict_noise(noisy, steps, condition)
+        each = [network.predict_noise(noisy, steps, condition) for condition in conditions.unbind(1)]
         unconditional = network.predict_noise(noisy, steps, network.no_class(3))
-        actual = guided_noise(network, noisy, steps, condition, guidance)
+        actual = guided_noise(network, noisy, steps, conditions, guidance)
+        blurred = network.predict_noise(noisy, steps, conditions.mean(1))
+    conditional = sum(each) / len(each)
     expected = (1 - guidance) * unconditional + guidance * conditional
     assert torch.allclose(actual, expected, atol=1e-4)  # guidance multiplies errors of rounding
     assert not torch.allclose(conditional, unconditional, atol=1e-2)
+    assert torch.allclose(conditional, blurred, atol=1e-5) == (len(each) == 1)
 
 
 @pytest.mark.parametrize("eta", [0.0, 1.0])
 def test_sampling_is_the_loop_of_ddim_steps(eta: float) -> None:
     network = generator()
-    condition = network.embed_classes(torch.tensor([0, 3]))
+    condition = network.embed_classes(torch.tensor([[0], [3]]))
     settings = SamplingSettings(steps=4, guidance=1.0, eta=eta)
     actual = sample_images(network, condition, seed=5, settings=settings)
     source = torch.Generator().manual_seed(5)
@@ -120,7 +122,7 @@ def test_sampling_is_the_loop_of_ddim_steps(eta: float) -> None:
     for t, s in ((39, 26), (26, 13), (13, 0), (0, -1)):
         steps, previous = torch.tensor([t, t]), torch.tensor([s, s])
         with torch.no_grad():
-            noise = network.predict_noise(images, steps, condition)
+            noise = network.predict_noise(images, steps, condition[:, 0])
         predicted = network.schedule.predict_images(images, noise, steps).clamp(-1, 1)
         fresh = torch.randn(2, 3, 8, 8, generator=source) if eta else None
         images = network.schedule.step(predicted, images, steps, previous, eta, fresh)
@@ -129,7 +131,7 @@ def test_sampling_is_the_loop_of_ddim_steps(eta: float) -> None:
 
 def test_more_steps_than_the_schedule_has_are_all_of_them() -> None:
     network = generator(diffusion_steps=6)
-    condition = network.embed_classes(torch.tensor([1]))
+    condition = network.embed_classes(torch.tensor([[1]]))
     every = sample_images(network, condition, seed=0, settings=SamplingSettings(steps=6))
     more = sample_images(network, condition, seed=0, settings=SamplingSettings(steps=50))
     assert torch.equal(every, more)
@@ -140,10 +142,10 @@ def test_the_noise_depends_on_the_seed_and_not_on_the_condition() -> None:
     for parameter in network.class_embedding.parameters():
         torch.nn.init.zeros_(parameter)  # the condition has no effect: images differ by their noise alone
     settings = SamplingSettings(steps=3, batch_size=2)
-    one, other = (sample_images(network, network.embed_classes(labels), seed=1, settings=settings)
+    one, other = (sample_images(network, network.embed_classes(labels)[:, None], seed=1, settings=settings)
                   for labels in (torch.tensor([0, 1, 2]), torch.tensor([3, 3, 0])))  # fmt: skip
     assert torch.equal(one, other) and not torch.allclose(one[0], one[1])
-    assert not torch.equal(one, sample_images(network, network.no_class(3), seed=2, settings=settings))
+    assert not torch.equal(one, sample_images(network, network.no_class(3)[:, None], seed=2, settings=settings))
 
 
 def test_images_are_sampled_with_fifty_guided_ddim_steps() -> None:

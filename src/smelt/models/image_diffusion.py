@@ -1,8 +1,7 @@
 """A small class-conditional diffusion model of images: a U-Net that predicts noise, with classifier-free guidance.
 
 It generates calibration images for quantization without data. It is no text-to-image model: its conditions are
-embeddings of classes, and a mixture of several classes is the weighted sum of their embeddings. Images are scaled to
-[-1, 1].
+embeddings of classes. Images are scaled to [-1, 1].
 
 Papers: Ho et al., 2020 (DDPM, arXiv 2006.11239); Ho and Salimans, 2022 (classifier-free guidance, arXiv 2207.12598).
 """
@@ -182,13 +181,10 @@ class ImageDiffusionModel(PreTrainedModel):
     def schedule(self) -> NoiseSchedule:
         return NoiseSchedule.named(self.config.noise_schedule, self.config.diffusion_steps)
 
-    def embed_classes(self, labels: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the condition of classes [batch], or of mixtures of classes [batch, mixed] with weights of that shape.
-
-        A mixture is the weighted sum of the embeddings; its weights add up to 1.
-        """
+    def embed_classes(self, labels: Tensor) -> Tensor:
+        """Return the conditions of classes, [...] -> [..., size]."""
         embedded: Tensor = self.class_embedding(labels)
-        return embedded if weights is None else (weights[..., None].to(embedded.dtype) * embedded).sum(1)
+        return embedded
 
     def no_class(self, batch: int) -> Tensor:
         """Return the condition of images of any class."""

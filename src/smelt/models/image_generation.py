@@ -1,6 +1,10 @@
 """Sample images from a class-conditional diffusion model: DDIM or DDPM steps with classifier-free guidance.
 
-Papers: Song et al., 2021 (DDIM, arXiv 2010.02502); Ho and Salimans, 2022 (classifier-free guidance, arXiv 2207.12598).
+An image of several classes follows the mean of the noise that is predicted for each of them. The model has never seen
+the mean of two embeddings, for which it predicts noise without detail: images are blurred.
+
+Papers: Song et al., 2021 (DDIM, arXiv 2010.02502); Ho and Salimans, 2022 (classifier-free guidance, arXiv 2207.12598);
+Liu et al., 2022 (composed conditions, arXiv 2206.01714).
 """
 
 from __future__ import annotations
@@ -47,36 +51,44 @@ def load_generator(folder: str | Path, device: str = "cpu") -> ImageDiffusionMod
 
 
 def guided_noise(
-    network: ImageDiffusionModel, noisy: Tensor, steps: Tensor, condition: Tensor, guidance: float
+    network: ImageDiffusionModel, noisy: Tensor, steps: Tensor, conditions: Tensor, guidance: float
 ) -> Tensor:
-    """Return the predicted noise, moved away from that of images of any class: `e + g (e_c - e)`."""
-    if guidance == 1:
-        return network.predict_noise(noisy, steps, condition)
-    both = torch.cat([condition, network.no_class(len(noisy))])
-    predicted = network.predict_noise(noisy.repeat(2, 1, 1, 1), steps.repeat(2), both)
-    conditional, unconditional = predicted.chunk(2)
+    """Return the predicted noise, moved away from that of images of any class: `e + g (mean of e_c - e)`.
+
+    `conditions` are those of the classes of each image, [images, classes, size].
+    """
+    images, classes, _ = conditions.shape
+    every = [*conditions.unbind(1), network.no_class(images)][: classes + (guidance != 1)]
+    predicted = network.predict_noise(
+        noisy.repeat(len(every), 1, 1, 1), steps.repeat(len(every)), torch.cat(every)
+    ).unflatten(0, (len(every), images))
+    conditional = predicted[:classes].mean(0)
+    if len(every) == classes:
+        return conditional
+    unconditional: Tensor = predicted[classes]
     return unconditional + guidance * (conditional - unconditional)
 
 
 @torch.no_grad()
 def sample_images(
     network: ImageDiffusionModel,
-    condition: Tensor,
+    conditions: Tensor,
     *,
     seed: int,
     settings: SamplingSettings = SamplingSettings(),  # noqa: B008
     progress: Progress = NullProgress(),  # noqa: B008
 ) -> Tensor:
-    """Return images in [-1, 1], [images, channels, height, width] on CPU, one per condition [images, size].
+    """Return images in [-1, 1], [images, channels, height, width] on CPU.
 
-    The noise of an image depends on the seed and its index alone, not on its condition.
+    `conditions` are those of the classes of each image, [images, classes, size].
+    The noise of an image depends on the seed and its index alone, not on its conditions.
     """
-    config, device = network.config, condition.device
+    config, device = network.config, conditions.device
     schedule = network.schedule
     times = torch.linspace(config.diffusion_steps - 1, 0, settings.steps).round().long().unique().flip(0).tolist()
     shape = (config.num_channels, config.image_size, config.image_size)
     generator, parts = torch.Generator().manual_seed(seed), []
-    for chosen in progress.track(condition.split(settings.batch_size), "generated images"):
+    for chosen in progress.track(conditions.split(settings.batch_size), "generated images"):
         images = torch.randn(len(chosen), *shape, generator=generator).to(device)
         for time, previous in zip(times, [*times[1:], -1], strict=True):
             steps, earlier = (torch.full((len(chosen),), value, device=device) for value in (time, previous))

@@ -14,7 +14,6 @@ from smelt.compression.calibration.image_sources import (
     check_synthetic_source,
     draw_prompts,
     generate_images,
-    prompt_condition,
     synthetic_batches,
 )
 from smelt.compression.calibration.zero_shot import noise_inputs, statistics_loss
@@ -64,19 +63,11 @@ def test_prompts_are_different_classes_and_share_their_first_one() -> None:
     assert not torch.equal(single, draw_prompts(500, 10, 1, seed=4))
 
 
-def test_the_condition_of_a_prompt_is_the_mean_of_its_classes(folder: Path) -> None:
-    network = load_generator(folder)
-    table = network.class_embedding.weight
-    mixed = prompt_condition(network.embed_classes, torch.tensor([[0, 3], [4, 1]]))
-    assert torch.allclose(mixed, torch.stack([(table[0] + table[3]) / 2, (table[4] + table[1]) / 2]), atol=1e-6)
-    assert torch.equal(prompt_condition(network.embed_classes, torch.tensor([[2]])), table[[2]])
-
-
 @pytest.mark.parametrize("classes", ["single", "mixup"])
 def test_generated_images_are_what_the_generator_samples_prepared_for_the_model(classes: str, folder: Path) -> None:
     model, network = classifier(), load_generator(folder)
     labels = draw_prompts(6, CLASSES, 1 if classes == "single" else 2, seed=7)
-    pixels = to_pixels(sample_images(network, prompt_condition(network.embed_classes, labels), seed=7))
+    pixels = to_pixels(sample_images(network, network.embed_classes(labels), seed=7))
     drawn = batches(source(folder, classes=classes), model, seed=7)
     assert [len(batch["pixel_values"]) for batch in drawn] == [4, 2]
     actual = torch.cat([batch["pixel_values"] for batch in drawn])

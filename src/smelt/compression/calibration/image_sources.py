@@ -1,9 +1,9 @@
 """Calibration inputs without data: noise, inputs that match the statistics of batch norms, and generated images.
 
 `generated:FOLDER` names a class-conditional diffusion model (`smelt train` with `task: diffusion`). A prompt names one
-class (`?classes=single`) or two, whose condition is the mean of both embeddings (`?classes=mixup`, the default): such
-images have parts of both classes, and networks that are calibrated on them generalize better. The prompts of both forms
-have the same seeds, and the class of a single-class prompt is the first one of its mixup-class prompt.
+class (`?classes=single`) or two (`?classes=mixup`, the default), whose images have features of both: the paper reports
+that networks calibrated on them generalize better. The prompts of both forms have the same seeds, and the class of a
+single-class prompt is the first one of its mixup-class prompt.
 
 Paper: Park et al., 2025 (mixup-class prompts, arXiv 2507.21947), which has a text-to-image model as its generator.
 """
@@ -122,9 +122,9 @@ def generate_images(
     _check_generator(source, model)
     network = load_generator(source.folder, str(model.device))
     labels = draw_prompts(samples, network.config.num_labels, PROMPTS[source.classes], seed).to(model.device)
-    condition = prompt_condition(network.embed_classes, labels)
+    conditions = network.embed_classes(labels).detach()
     settings = SamplingSettings(source.steps, source.guidance)
-    images = sample_images(network, condition, seed=seed, settings=settings, progress=progress)
+    images = sample_images(network, conditions, seed=seed, settings=settings, progress=progress)
     name = f"{PREFIX}{source.folder} ({source.classes} prompts)"
     return LabeledImages(name, to_pixels(images).numpy(), labels[:, 0].cpu().numpy() if labels.shape[1] == 1 else None)
 
@@ -133,11 +133,6 @@ def draw_prompts(samples: int, num_classes: int, mixed: int, seed: int) -> Tenso
     """Draw the different classes of each prompt, [samples, mixed]; the first does not depend on how many there are."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(samples, num_classes, generator=generator).argsort(1)[:, :mixed]
-
-
-def prompt_condition(embed_classes: Callable[[Tensor, Tensor], Tensor], labels: Tensor) -> Tensor:
-    """Return the condition of prompts, [samples, size]: the mean of the embeddings of their classes."""
-    return embed_classes(labels, torch.full(labels.shape, 1 / labels.shape[1], device=labels.device)).detach()
 
 
 def _check_generator(source: GeneratorSource, model: Model) -> None:
