@@ -84,11 +84,12 @@ def main() -> None:
         sizes = ("layers", "steps", "samples", "tuning_samples", "limit", "smoke")
         grid = Grid(__file__, options, flags(options, *sizes), key, text)
         if not options.latency_only:
-            dense = [cell for cell in cells(options.seeds) if cell["row"] == DENSE]
+            dense = [cell for cell in cells(options) if cell["row"] == DENSE]
             grid.prepare([cell for cell in dense if not network_folder(cell["seed"], options).exists()])
-            grid.run(grid.missing(cells(options.seeds)))
+            grid.run(grid.missing(cells(options)))
         if not options.no_latency:
-            grid.time([{**cell, "timed": True} for cell in cells(options.seeds[:1]) if cell["row"] in TIMED])
+            first = [cell for cell in cells(options) if cell["seed"] == options.seeds[0]]
+            grid.time([{**cell, "timed": True} for cell in first if cell["row"] in TIMED])
 
 
 def read_options() -> argparse.Namespace:
@@ -99,6 +100,8 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=64, help=f"calibration windows of {CONTEXT} bytes")
     parser.add_argument("--tuning-samples", type=int, default=1024, help="windows of an epoch of fine-tuning")
     parser.add_argument("--limit", type=int, default=65536, help="bytes that are scored")
+    parser.add_argument("--rows", nargs="+", choices=[*BASELINES, *FORMS], default=[*BASELINES, *FORMS])
+    parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES), help="of the layers that have no map")
     parser.add_argument("--resume", action="store_true", help="keep the rows of the results file")
     parser.add_argument("--no-latency", action="store_true", help="time nothing")
     parser.add_argument("--latency-only", action="store_true", help="time the networks of --folder on this machine")
@@ -122,10 +125,13 @@ def run_row(cell: Row, options: argparse.Namespace) -> Row:
     return {**cell, **measure(train(options.folder, cell["seed"], options), cell, options)}
 
 
-def cells(seeds: list[int]) -> list[Row]:
-    shared_rows = [(form, share) for share in SHARES for form in FORMS]
+def cells(options: argparse.Namespace) -> list[Row]:
+    shared_rows = [(form, share) for share in options.shares for form in FORMS]
     rows = [*((name, 0.0) for name in BASELINES), *shared_rows]
-    return [{"row": name, "share": share, "seed": seed} for seed in seeds for name, share in rows]
+    return [
+        {"row": name, "share": share, "seed": seed}
+        for seed in options.seeds for name, share in rows if name in options.rows
+    ]  # fmt: skip
 
 
 def write_texts(folder: Path) -> None:
