@@ -3,10 +3,10 @@
     PYTHONPATH=src:benchmarks python benchmarks/side_by_side.py benchmarks/gpu_lanes.txt --minutes 20 --folder FOLDER
 
 Each line of the file is `lane: script.py options`. Scripts of a lane run one after the other and lanes at the same
-time, under NVIDIA MPS where it is installed, which prefers the kernels of the lane that comes first; those of the lane
-`alone` run after all others, for figures of speed. `{folder}` in the options is a folder of the script below FOLDER.
-`--only` runs some of them, where the data of others is not there yet. No cell of a grid starts after the deadline, and
-what runs then is finished. The output of each script is in FOLDER/logs.
+time, under NVIDIA MPS where it is installed; those of the lane `alone` run after all others, for figures of speed.
+`{folder}` in the options is a folder of the script below FOLDER. `--only` runs some of the lanes, where the data of
+others is not there yet. No cell of a grid starts after the deadline, and what runs then is finished. The output of each
+script is in FOLDER/logs.
 
 To end a process early, tell MPS first (`terminate_client` in nvidia-cuda-mps-control): killing a client may fail the
 others.
@@ -38,7 +38,6 @@ def main() -> None:
     options = parser.parse_args()
     folder: Path = options.folder.resolve()
     lanes = read_lanes(options.lanes.read_text(), folder)
-    first = next(iter(lanes))
     if unknown := set(options.only or ()) - set(lanes):
         parser.error(f"{options.lanes} has no lane {', '.join(sorted(unknown))}")
     lanes = {name: commands for name, commands in lanes.items() if name in (options.only or lanes)}
@@ -50,10 +49,8 @@ def main() -> None:
         subprocess.run(["nvidia-cuda-mps-control", "-d"], env=environment, check=False)
     begun = time.monotonic()
     last = lanes.pop(ALONE, [])
-    low = environment | {"CUDA_MPS_CLIENT_PRIORITY": "1"}
-    environments = [environment if name == first else low for name in lanes]
     with ThreadPoolExecutor(max(len(lanes), 1)) as pool:
-        failed = sum(pool.map(lambda *lane: run_lane(*lane, folder, begun), lanes.values(), environments))
+        failed = sum(pool.map(lambda commands: run_lane(commands, environment, folder, begun), lanes.values()))
     failed += run_lane(last, os.environ | {"SMELT_BENCHMARK_DEADLINE": "inf"}, folder, begun)
     raise SystemExit(failed > 0)
 
