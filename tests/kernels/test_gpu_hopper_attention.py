@@ -15,6 +15,7 @@ from tests.kernels.triton_device import DEVICE, distance  # isort: skip  (before
 
 from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.kernels.gpu import hopper_attention, nvrtc
+from smelt.kernels.gpu.arch import num_sms
 from smelt.kernels.gpu.hopper_attention import LONG, SHORT, FewTiles, PrefillTiles
 from smelt.kernels.gpu.paged import DecodeMetadata, QueryTiles
 from smelt.kernels.gpu.prefill import PageList, PrefillAttention, query_tiles
@@ -123,6 +124,7 @@ PREFILLS = [  # query_lens, context, heads, KV heads, head_dim, block_size, wind
     ([700, 33], [900, 4], 32, 8, 128, 16, 256, BF16),
     ([1000], [0], 32, 8, 64, 8, 100, BF16),
     ([257], [4000], 32, 2, 128, 16, None, BF16),
+    ([512, 1, 37, 300], [0, 575, 0, 12], 9, 3, 64, 16, None, BF16),
 ]
 
 
@@ -178,6 +180,7 @@ DECODES = [  # seq_lens, heads, KV heads, head_dim, block_size, window, splits, 
     ([700, 40], 8, 2, 128, 16, 100, 2, BF16),
     ([700, 40], 14, 2, 64, 16, None, None, FP16),
     ([3000, 40], 8, 1, 128, 16, None, None, BF16),
+    ([1, 575, 0, 300], 9, 3, 64, 16, None, None, BF16),
 ]
 
 
@@ -259,6 +262,8 @@ FEW = [  # seq_lens, heads, KV heads, head_dim, block_size, window, norms, dtype
     ([1000, 33, 0, 64, 65], 12, 2, 128, 8, None, True, BF16),
     ([700, 40, 41], 8, 8, 64, 32, 40, False, BF16),
     ([17] * 16, 14, 2, 64, 16, None, False, FP16),
+    ([575, 1, 0, 64], 9, 3, 64, 16, None, False, BF16),
+    ([9, 17, 33, 42, 57], 9, 3, 64, 16, None, False, BF16),  # splits with the new token alone
 ]
 
 
@@ -293,6 +298,7 @@ def test_decode_of_few_requests_equals_the_reference(case: Any, tiles: tuple[int
         expected_values[block, (length - 1) % block_size] = parts[2].to(dtype)
         queries.append(rotated[0].to(dtype).float())
     decode = DecodeMetadata(slots, lengths, metadata.block_tables, counters, max(seq_lens))
+    fill_shared_memory()
     actual = hopper_attention.decode_few(
         qkv, keys, values, decode, RotaryParams(cos, sin, norms, 1e-5), head_dim**-0.5, window,
         None if tiles is None else FewTiles(*tiles),
@@ -306,6 +312,21 @@ def test_decode_of_few_requests_equals_the_reference(case: Any, tiles: tuple[int
     )  # fmt: skip
     assert distance(actual[lengths > 0].float(), reference.flatten(1)) < 5e-3
     assert not actual[lengths == 0].any()
+
+
+FILL = """
+extern "C" __global__ void fill() {
+    extern __shared__ unsigned memory[];
+    for (int i = threadIdx.x; i < 200 * 256; i += 1024) ((volatile unsigned*)memory)[i] = 0x7FFF7FFF;
+}
+"""
+
+
+def fill_shared_memory() -> None:
+    """Leave NaN in the shared memory of all multiprocessors, as a kernel that read unused pages may."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    kernel = nvrtc.CudaKernel.load(nvrtc.compile_to_cubin(FILL, "fill", "sm_90a"), "fill", device, 200 * 1024)
+    kernel.launch((4 * num_sms(device), 1, 1), 1024, (), cluster=None, dependent=False)
 
 
 def normalize(heads: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:

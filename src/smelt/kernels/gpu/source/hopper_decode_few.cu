@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_decode_few(
         for (int u = 0; u < UNROLL; u++) {
             const int first = start + (u * WARPS + warp) * KEYS, position = first + lane / LANES;
             if (first >= end) break;
-            if (position == length - 1) {
+            if (has_new && position == length - 1) {  // other blocks have no new token: what is in `fresh` may be NaN
                 key_words[u] = ((const uint4*)fresh[0])[sub];
                 value_words[u] = ((const uint4*)fresh[1])[sub];
             }
