@@ -97,7 +97,10 @@ def warmup_seconds(engine: Engine) -> dict[str, float]:
     runner: Any = engine.runner
     engine.warmup()
     seconds = []
-    for graphs in (runner._captured, runner._captured_prefill), (runner._captured_lora, runner._captured_lora_prefill):
+    for graphs in (
+        (runner._captured, runner._captured_prefill),
+        (runner._captured_extended, runner._captured_extended_prefill),
+    ):
         for captured in graphs:
             captured.clear()
         start = time.perf_counter()

@@ -228,13 +228,13 @@ def test_a_replaced_adapter_takes_effect(served: Adapted, tmp_path: Path) -> Non
     texts = texts_of(3)
     names: list[str | None] = ["r24", None, "r24"]
     before = answer(engine, texts, names)
-    graphs = dict(engine.runner._captured_lora)  # type: ignore[attr-defined]
+    graphs = dict(engine.runner._captured_extended)  # type: ignore[attr-defined]
     engine.load_adapter("r24", str(folders["r9"]))
     after = answer(engine, texts, names)
     reference = ["r9", None, "r9"]
     assert after == [merged_answer(served, text, name) for text, name in zip(texts, reference, strict=True)]
     assert after[0] != before[0] and after[1] == before[1]
-    assert engine.runner._captured_lora == graphs  # type: ignore[attr-defined]
+    assert engine.runner._captured_extended == graphs  # type: ignore[attr-defined]
     engine.load_adapter("r4", str(folders["r4"]))  # into the free slot
     assert answer(engine, texts[:2], ["r4", "r24"]) == [
         merged_answer(served, texts[0], "r4"), merged_answer(served, texts[1], "r9")
@@ -277,10 +277,10 @@ def test_after_warmup_nothing_is_captured_or_compiled(served: Adapted, monkeypat
 
     engine = engine_of(*served, max_num_seqs=12)
     engine.warmup()
-    captured = set(engine.runner._captured_lora)  # type: ignore[attr-defined]
+    captured = set(engine.runner._captured_extended)  # type: ignore[attr-defined]
     assert {size for size, _ in captured} == {1, 2, 4, 8, 16} and engine.state()["steps"] == 0
     names: list[str | None] = [None, "r4", "r9", "r24", *[None, "r9"] * 4]
     texts, compiled = texts_of(12), []
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **options: compiled.append(options["repr"]))
     assert answer(engine, texts, names) == [merged_answer(served, *each) for each in zip(texts, names, strict=True)]
-    assert set(engine.runner._captured_lora) == captured and not compiled  # type: ignore[attr-defined]
+    assert set(engine.runner._captured_extended) == captured and not compiled  # type: ignore[attr-defined]

@@ -106,6 +106,34 @@ def test_short_prompts_run_as_one_padded_step(count: int, monkeypatch: pytest.Mo
     assert steps == ["_run_prefill"] * 2, steps
 
 
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_many_decode_tokens_have_a_graph_of_their_own(logprobs: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that arrive while more requests decode than one prefill graph holds, and more prompts than it holds."""
+    monkeypatch.setattr("smelt.serve.engine.gpu_runner.MAX_PREFILL_CHUNKS", 2)
+    engine, network = engine_of("llama", enable_prefix_caching=False)
+    steps: list[tuple[str, int]] = []
+    for name in ("_run_decode", "_run_prefill"):
+        run = getattr(engine.runner, name)
+        monkeypatch.setattr(
+            engine.runner, name, lambda part, run=run, name=name: steps.append((name, len(part))) or run(part)
+        )
+    monkeypatch.setattr(engine.runner, "_run_mixed", lambda *_: pytest.fail("this step has graphs"))
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=logprobs)
+    texts = prompts(6)
+    requests = []
+    for first, last in ((0, 3), (3, 6)):
+        requests += [engine.submit(text, params)[0] for text in texts[first:last]]
+        for _ in range(2):
+            engine.step()
+    while engine.busy:
+        engine.step()
+    assert [request.output for request in requests] == [expected(network, text, 6) for text in texts]
+    assert steps[:6] == [
+        ("_run_prefill", 2), ("_run_prefill", 1), ("_run_decode", 3),
+        ("_run_decode", 3), ("_run_prefill", 2), ("_run_prefill", 1),
+    ]  # fmt: skip
+
+
 def test_preemption_and_the_prefix_cache() -> None:
     engine, network = engine_of("llama", kv_cache_bytes=18 * 3 * 2 * 4 * 2 * 8 * 4)
     texts, params = prompts(3), SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
@@ -372,7 +400,8 @@ def test_many_requests_of_three_query_heads_per_kv_head() -> None:
         vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=True, eos_token_id=None,
     )  # fmt: skip
     network = LlamaForCausalLM(config).to(DEVICE, torch.bfloat16).eval()
-    engine = Engine(Model(network), max_model_len=576, enable_prefix_caching=False, max_num_seqs=64)
+    options = {"max_model_len": 576, "max_num_seqs": 64, "kv_cache_bytes": 4 * 10**9}
+    engine = Engine(Model(network), enable_prefix_caching=False, **options)
     engine.warmup([32] * 8)
     generator, lengths = torch.Generator().manual_seed(0), [1, 512, 37, 300, 512, 64, 200, 511]
     sampling = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)

@@ -6,17 +6,18 @@ the token. Block tables are on the device as well; a step copies what changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from smelt.kernels.attention_metadata import SHORT_CONTEXT
 from smelt.kernels.lora import LoraTiles
+from smelt.models.lora import StackedFactors
 from smelt.models.model import Model
 from smelt.progress import Progress
 from smelt.runtime.decoder import build_decoder, linear_groups
@@ -30,12 +31,12 @@ from smelt.serve.engine.sampler import SamplerOutput, sample
 from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 
 if TYPE_CHECKING:
-    from smelt.runtime.gpu import Attend
+    from smelt.runtime.gpu import Attend, FusedNetwork
 
 CAPTURE_SIZES = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 1025, 32))  # captured batch sizes
-LORA_CAPTURE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # with adapters
+EXTENDED_CAPTURE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # of extended steps
 # Captured numbers of prompt tokens. With more, the GPU computes longer than the host takes to launch its kernels.
-PREFILL_SIZES = (16, 32, 64, 128, 256, 512, 1024)
+PREFILL_SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 PagesFactory = Callable[[ToDevice], GpuPages]
 PLACEHOLDER_TOKEN_ID = -1  # of a token that only the device has: its request's last one
 
@@ -80,17 +81,19 @@ class GpuInflightBatch(InflightBatch):
 
 
 class GpuRunner:
-    """Implement `Runner` on a GPU. Without CUDA (under Triton's interpreter) there are no graphs."""
+    """Implement `Runner` on a GPU. Without CUDA (under Triton's interpreter) there are no graphs.
+
+    A step with LoRA adapters is extended: it launches kernels that others do not have, so it has graphs of its own.
+    """
 
     name = "fused-gpu"
     max_inflight_steps = 1
+    extension = "with adapters"  # of extended steps
 
     def __init__(
         self, model: Model, make_pages: PagesFactory, *, max_num_seqs: int, max_model_len: int,
         cuda_graphs: bool = True, adapters: Adapters | None = None,
     ) -> None:  # fmt: skip
-        from smelt.runtime.gpu import FusedNetwork
-
         self.device, self.max_num_seqs, self.adapters = model.device, max_num_seqs, adapters
         self.max_model_len = max_model_len
         self.eos_token_ids = find_eos_token_ids(model)
@@ -99,16 +102,21 @@ class GpuRunner:
         if adapters is not None:
             adapters.stack(linear_groups(model))
             stacks = adapters.stacks
-        self.network = FusedNetwork(build_decoder(model, max_model_len), CAPTURE_SIZES[-1], stacks)
+        self.network = self._build_network(model, stacks)
         self.cuda_graphs = cuda_graphs and model.device.type == "cuda"
         self._last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)
         self._captured: dict[tuple[int, int], _Graph] = {}  # by batch size and bound of the sequence lengths
         self._captured_prefill: dict[int, _Graph] = {}
-        self._captured_lora: dict[tuple[int, int], _Graph] = {}  # the same for steps with adapters
-        self._captured_lora_prefill: dict[int, _Graph] = {}
+        self._captured_extended: dict[tuple[int, int], _Graph] = {}  # the same for extended steps
+        self._captured_extended_prefill: dict[int, _Graph] = {}
         self._pool = (
             torch.cuda.graph_pool_handle() if self.cuda_graphs else None
         )  # shared: graphs never run concurrently
+
+    def _build_network(self, model: Model, stacks: Mapping[nn.Module, StackedFactors] | None) -> FusedNetwork:
+        from smelt.runtime.gpu import FusedNetwork
+
+        return FusedNetwork(build_decoder(model, self.max_model_len), CAPTURE_SIZES[-1], stacks)
 
     @property
     def backend(self) -> str:
@@ -123,20 +131,20 @@ class GpuRunner:
             sources = self.network.kernel_sources()
             for _ in progress.track(compile_kernels(sources), "compiling kernels", len(sources)):
                 pass
-            for with_adapters in (False, True) if self._has_adapters else (False,):
-                self._capture_all(progress, with_adapters)
+            for extended in (False, True) if self._has_extended_steps else (False,):
+                self._capture_all(progress, extended)
 
-    def _capture_all(self, progress: Progress, with_adapters: bool) -> None:
-        what = " with adapters" if with_adapters else ""
+    def _capture_all(self, progress: Progress, extended: bool) -> None:
+        what = f" {self.extension}" if extended else ""
         prefill = PREFILL_SIZES if isinstance(self.pages, PagedGpuPages) else ()
         for size in progress.track(prefill[::-1], f"capturing prompts{what}"):
-            self._captured_prefill_graph(size, with_adapters)
-        sizes = _decode_sizes(with_adapters)
+            self._captured_prefill_graph(size, extended)
+        sizes = _decode_sizes(extended)
         max_size = next(size for size in sizes if size >= min(self.max_num_seqs, sizes[-1]))
         decode = [size for size in sizes if size <= max_size]
         for size in progress.track(decode[::-1], f"capturing batch sizes{what}"):
             for bound in {self.max_model_len, self._seq_len_bound(size, 1)}:
-                self._captured_graph(size, bound, with_adapters)
+                self._captured_graph(size, bound, extended)
 
     def _seq_len_bound(self, size: int, longest: int) -> int:
         """Return the bound of sequence lengths of the graph for a decode step: short contexts of a single request have
@@ -144,47 +152,92 @@ class GpuRunner:
         return min(SHORT_CONTEXT if size == 1 and longest <= SHORT_CONTEXT else self.max_model_len, self.max_model_len)
 
     @property
-    def _has_adapters(self) -> bool:
+    def _has_extended_steps(self) -> bool:
         return self.adapters is not None and self.adapters.max_loras > 0
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> InflightBatch:
-        batch.chunks.sort(key=lambda chunk: not self.pages.is_decode(chunk))
+        batch.chunks.sort(key=lambda chunk: (not self.pages.is_decode(chunk), not chunk.samples_token))
         self.pages.prepare(batch)
-        requests = sampled_requests(batch.chunks)
-        if len(requests) == len(batch.chunks) == batch.tokens <= CAPTURE_SIZES[-1]:
-            launched = InflightBatch(batch, requests, self._run_decode(batch.chunks))
-        elif self._is_short_prefill(batch):
-            launched = InflightBatch(batch, requests, self._run_prefill(batch.chunks, requests))
-        else:
-            launched = self._run_mixed(batch, requests)
+        parts = self._captured_parts(batch)
+        launched = self._run_mixed(batch) if parts is None else self._run_captured(batch, parts)
         self.pages.finish(batch)
         if launched.sampler_output is None or self.device.type != "cuda":
             return launched
         return GpuInflightBatch.start_copy(launched)
 
-    def _run_decode(self, chunks: list[ScheduledChunk]) -> SamplerOutput:
-        """Decode one token per request, padded to a captured batch size."""
-        count, with_adapters = len(chunks), self._uses_adapters(chunks)
-        size = next(size for size in _decode_sizes(with_adapters) if size >= count)
+    def _is_decode(self, chunk: ScheduledChunk) -> bool:
+        """Return whether a chunk is a single token that the decode kernel can compute and that gives a new one."""
+        return self.pages.is_decode(chunk) and chunk.samples_token
+
+    def _captured_parts(self, batch: ScheduledBatch) -> list[list[ScheduledChunk]] | None:
+        """Split a step into parts that CUDA graphs can compute one after another; None if graphs cannot compute it.
+
+        One graph computes prompts and a few decode tokens. Where there are too many of them, decode tokens have a graph
+        of their own: reading the weights once more takes less time than launching all kernels from the host.
+        """
+        chunks = batch.chunks
+        count = sum(map(self._is_decode, chunks))  # these are first
+        decodes, prompts = chunks[:count], chunks[count:]
+        if count > CAPTURE_SIZES[-1]:
+            return None
+        if not prompts:
+            return [decodes]
+        if not isinstance(self.pages, PagedGpuPages) or any(
+            _is_long(chunk) or num_prompt_logits(chunk) or chunk.count > PREFILL_SIZES[-1] for chunk in prompts
+        ):
+            return None
+        if _fits_prefill(chunks) and not any(map(_is_long, decodes)):
+            return [chunks]
+        parts = [decodes] if decodes else []
+        part: list[ScheduledChunk] = []
+        for chunk in prompts:
+            if not _fits_prefill([*part, chunk]):
+                parts.append(part)
+                part = []
+            part.append(chunk)
+        return [*parts, part]
+
+    def _run_captured(self, batch: ScheduledBatch, parts: list[list[ScheduledChunk]]) -> InflightBatch:
+        requests = [request for part in parts for request in sampled_requests(part)]
+        plain = all(request.sampling.plain for request in requests)
+        tokens, logits = [], []
+        for part in parts:
+            is_decode = all(map(self._is_decode, part))
+            step_tokens, step_logits = self._run_decode(part) if is_decode else self._run_prefill(part)
+            tokens.append(step_tokens.clone())  # the next graph uses the same memory
+            if not plain:
+                logits.append(step_logits.clone() if len(parts) > 1 else step_logits)
+        if not requests:
+            return InflightBatch(batch, requests, None)
+        if plain:
+            return InflightBatch(batch, requests, SamplerOutput(torch.cat(tokens)))
+        output = sample(torch.cat(logits), requests, self.eos_token_ids)
+        slots = np.array([request.slot for request in requests], dtype=np.int64)
+        self._last_tokens[self._to_device(slots)] = output.tokens
+        return InflightBatch(batch, requests, output)
+
+    def _run_decode(self, chunks: list[ScheduledChunk]) -> tuple[Tensor, Tensor]:
+        """Decode one token per request, padded to a captured batch size; return tokens and logits."""
+        count, extended = len(chunks), self._is_extended(chunks)
+        size = next(size for size in _decode_sizes(extended) if size >= count)
         inputs = np.empty((3, size), dtype=np.int64)
         inputs[:, count:] = [[self.max_num_seqs], [0], [0]]
-        inputs[:, :count] = np.array([_decode_inputs(chunk.request, chunk.start) for chunk in chunks]).T
-        values = self._step_inputs(inputs.ravel(), chunks, size)
+        inputs[:, :count] = np.array([_decode_values(chunk.request, chunk.start) for chunk in chunks]).T
+        values = self._decode_inputs(inputs.ravel(), chunks, size)
         bound = self._seq_len_bound(size, int(inputs[1].max()))
         if self.cuda_graphs:
-            tokens, logits = self._captured_graph(size, bound, with_adapters).replay(values)
+            tokens, logits = self._captured_graph(size, bound, extended).replay(values)
         else:
             tokens, logits = self._forward_decode(values, size, bound)
-        requests = [chunk.request for chunk in chunks]
-        if all(request.sampling.plain for request in requests):
-            return SamplerOutput(tokens[:count].clone())
-        output = sample(logits[:count], requests, self.eos_token_ids)
-        self._last_tokens[values[:count]] = output.tokens
-        return output
+        return tokens[:count], logits[:count]
 
-    def _uses_adapters(self, chunks: Sequence[ScheduledChunk]) -> bool:
+    def _is_extended(self, chunks: Sequence[ScheduledChunk]) -> bool:
         return self.adapters is not None and uses_adapters(chunks)
+
+    def _decode_inputs(self, packed: np.ndarray[Any, Any], chunks: Sequence[ScheduledChunk], size: int) -> Tensor:
+        """Copy the inputs of a decode step to the device."""
+        return self._step_inputs(packed, chunks, size)
 
     def _step_inputs(self, packed: np.ndarray[Any, Any], chunks: Sequence[ScheduledChunk], size: int) -> Tensor:
         """Copy the inputs of a step of `size` tokens to the device, and what follows them."""
@@ -196,9 +249,9 @@ class GpuRunner:
             return np.empty(0, dtype=np.int64)
         return LoraTiles.pack(self.adapters.token_indices(chunks), size, self.adapters.max_loras)
 
-    def _empty_extra(self, size: int, with_adapters: bool) -> np.ndarray[Any, Any]:
+    def _empty_extra(self, size: int, extended: bool) -> np.ndarray[Any, Any]:
         """Return what follows the inputs of a step that is captured."""
-        if not with_adapters:
+        if not extended:
             return np.empty(0, dtype=np.int64)
         assert self.adapters is not None
         return LoraTiles.pack(np.empty(0, dtype=np.int64), size, self.adapters.max_loras)
@@ -207,12 +260,12 @@ class GpuRunner:
         """Run the layers; `extra` is what follows the inputs."""
         return self.network.hidden(embedded, attend, _split_tiles(extra, len(embedded)), active)
 
-    def _captured_graph(self, size: int, bound: int, with_adapters: bool = False) -> _Graph:
-        captured = self._captured_lora if with_adapters else self._captured
+    def _captured_graph(self, size: int, bound: int, extended: bool = False) -> _Graph:
+        captured = self._captured_extended if extended else self._captured
         if (size, bound) not in captured:
             inputs = np.zeros((3, size), dtype=np.int64)
             inputs[0] = self.max_num_seqs
-            values = self._to_device(np.concatenate((inputs.ravel(), self._empty_extra(size, with_adapters))))
+            values = self._to_device(np.concatenate((inputs.ravel(), self._empty_extra(size, extended))))
             forward = partial(self._forward_decode, size=size, bound=bound)
             captured[size, bound] = self._capture(values, forward)
         return captured[size, bound]
@@ -238,42 +291,26 @@ class GpuRunner:
         logits = self.network.logits(hidden)
         return argmax_tokens(logits, slots, self._last_tokens), logits
 
-    def _is_short_prefill(self, batch: ScheduledBatch) -> bool:
-        """Return whether a captured graph can compute a step: prompt chunks that need logits of their last tokens at
-        most, and perhaps a few decode tokens."""
-        if (
-            not isinstance(self.pages, PagedGpuPages)
-            or batch.tokens > PREFILL_SIZES[-1]
-            or len(batch.chunks) > MAX_PREFILL_CHUNKS
-        ):
-            return False
-        return not any(_is_long(chunk) or num_prompt_logits(chunk) for chunk in batch.chunks)
-
-    def _run_prefill(self, chunks: list[ScheduledChunk], requests: list[Request]) -> SamplerOutput | None:
-        """Compute prompt chunks, padded to a captured number of tokens."""
+    def _run_prefill(self, chunks: list[ScheduledChunk]) -> tuple[Tensor, Tensor]:
+        """Compute prompt chunks, padded to a captured number of tokens; return tokens and logits of those that give
+        one."""
         tokens, rows = _build_token_inputs(chunks), sampling_indices(chunks)
         size = next(size for size in PREFILL_SIZES if size >= tokens.shape[1])
         packed = PrefillInputs.pack(tokens, chunks, rows, size, self.max_num_seqs)
         values = self._step_inputs(packed, chunks, size)
         if self.cuda_graphs:
-            captured = self._captured_prefill_graph(size, self._uses_adapters(chunks))
+            captured = self._captured_prefill_graph(size, self._is_extended(chunks))
             first_tokens, logits = captured.replay(values)
         else:
             first_tokens, logits = self._forward_prefill(values, size)
-        if not requests:
-            return None
-        if all(request.sampling.plain for request in requests):
-            return SamplerOutput(first_tokens[: len(requests)].clone())
-        output = sample(logits[: len(requests)], requests, self.eos_token_ids)
-        self._last_tokens[PrefillInputs.split(values, size)[0].logits_slots[: len(requests)]] = output.tokens
-        return output
+        return first_tokens[: len(rows)], logits[: len(rows)]
 
-    def _captured_prefill_graph(self, size: int, with_adapters: bool = False) -> _Graph:
-        captured = self._captured_lora_prefill if with_adapters else self._captured_prefill
+    def _captured_prefill_graph(self, size: int, extended: bool = False) -> _Graph:
+        captured = self._captured_extended_prefill if extended else self._captured_prefill
         if size not in captured:
             tokens = np.zeros((3, 0), dtype=np.int64)
             packed = PrefillInputs.pack(tokens, [], [], size, self.max_num_seqs)
-            values = np.concatenate((packed, self._empty_extra(size, with_adapters)))
+            values = np.concatenate((packed, self._empty_extra(size, extended)))
             captured[size] = self._capture(self._to_device(values), lambda values: self._forward_prefill(values, size))
         return captured[size]
 
@@ -293,9 +330,9 @@ class GpuRunner:
         """Return which tokens are not padding, if the network has experts, which need to know."""
         return slots != self.max_num_seqs if self.network.has_experts else None
 
-    def _run_mixed(self, batch: ScheduledBatch, requests: list[Request]) -> InflightBatch:
-        """Run a step with prompt chunks, behind decode tokens if any."""
-        chunks = batch.chunks
+    def _run_mixed(self, batch: ScheduledBatch) -> InflightBatch:
+        """Run a step with prompt chunks, behind decode tokens if any, kernel by kernel."""
+        chunks, requests = batch.chunks, sampled_requests(batch.chunks)
         token_ids, slots, positions = self._to_device(_build_token_inputs(chunks))
         rows = self._to_device(np.array(sampling_indices(chunks), dtype=np.int64))
         prompt_rows = self._to_device(np.array(prompt_logits_indices(chunks), dtype=np.int64))
@@ -326,13 +363,18 @@ class GpuRunner:
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor.clone()
 
 
-def _decode_sizes(with_adapters: bool) -> tuple[int, ...]:
-    return LORA_CAPTURE_SIZES if with_adapters else CAPTURE_SIZES
+def _decode_sizes(extended: bool) -> tuple[int, ...]:
+    return EXTENDED_CAPTURE_SIZES if extended else CAPTURE_SIZES
 
 
 def _split_tiles(values: Tensor, size: int) -> LoraTiles | None:
     """View the end of a step's inputs as tiles; None if there is nothing: no token has an adapter."""
     return LoraTiles.split(values, size) if len(values) else None
+
+
+def _fits_prefill(chunks: Sequence[ScheduledChunk]) -> bool:
+    """Return whether one graph holds these chunks."""
+    return len(chunks) <= MAX_PREFILL_CHUNKS and sum(chunk.count for chunk in chunks) <= PREFILL_SIZES[-1]
 
 
 def _is_long(chunk: ScheduledChunk) -> bool:
@@ -341,7 +383,7 @@ def _is_long(chunk: ScheduledChunk) -> bool:
     return (chunk.count >= 512 and seq_len >= 2048) or (chunk.count == 1 and seq_len >= 4096)
 
 
-def _decode_inputs(request: Request, position: int) -> tuple[int, int, int]:
+def _decode_values(request: Request, position: int) -> tuple[int, int, int]:
     """Return a request's slot, its length including `position`, and the token there, if the host has it."""
     return request.slot, position + 1, known_token(request, position)
 
