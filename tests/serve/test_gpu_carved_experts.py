@@ -8,10 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.kernels.triton_device import DEVICE  # isort: skip  (before anything imports Triton)
 
-from smelt.models.carved_experts import LayerChannels
+from smelt.models.carved_experts import LayerChannels, carved_layers
+from smelt.runtime.gpu_experts import slots_reason
 from smelt.serve.engine import factory
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.sampling_params import SamplingParams
@@ -64,3 +66,45 @@ def test_prompts_in_the_prefix_cache_are_routed_too() -> None:
         while engine.busy:
             engine.step()
         assert [request.output for request in requests] == wanted
+
+
+@pytest.mark.parametrize("policy", ["belady", "lru"])
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 4, "max_num_batched_tokens": 8}])
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_experts_take_turns_in_slots(policy: str, options: dict[str, Any], prefetch: bool) -> None:
+    """Steps need one to three experts, of which two have slots; what a step loads runs in the same step."""
+    model = carved(channels=[CHANNELS, UNEVEN, CHANNELS])
+    wanted = [expected(model, prompt, 8) for prompt in _PROMPTS]
+    model.network.to(DEVICE)
+    engine = Engine(model, expert_slots=2, expert_policy=policy, expert_prefetch=prefetch, **{**SMALL, **options})
+    assert engine.backend.startswith("fused-gpu") and engine.backend.endswith("2 of 3 experts at a time")
+    layers = carved_layers(model.network)
+    assert all(parameter.device.type == "cpu" for layer in layers for parameter in layer.experts.parameters())
+    sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    before, kinds = engine.state(), set()
+    plan = engine.runner._plan  # type: ignore[attr-defined]
+
+    def note(chunks: Any) -> None:
+        plan(chunks)
+        kinds.add(tuple(access.loads for access in engine.runner._accesses))  # type: ignore[attr-defined]
+
+    engine.runner._plan = note  # type: ignore[attr-defined]
+    requests = [engine.submit(prompt, sampling)[0] for prompt in _PROMPTS]
+    while engine.busy:
+        engine.step()
+    assert [request.output for request in requests] == wanted
+    state = engine.state()
+    hits, misses = (state[f"expert_{name}"] - before[f"expert_{name}"] for name in ("hits", "misses"))
+    assert hits + misses == state["expert_uses"] and hits and misses
+    widest = [max(LayerWidths) for LayerWidths in ((8, 8, 8), (3, 43, 22), (8, 8, 8))]
+    assert state["expert_bytes_loaded"] == misses * 3 * sum(widest) * 32 * 4
+    assert {False in kind for kind in kinds} == {True in kind for kind in kinds} == {True, False}, kinds
+
+
+def test_quantized_experts_in_slots_run_eagerly() -> None:
+    model = carved()
+    for layer in carved_layers(model.network):
+        for expert in layer.experts:
+            expert.gate_proj.bias = torch.nn.Parameter(torch.zeros(expert.gate_proj.out_features))
+    assert slots_reason(model) == "its experts are quantized or have biases"
+    assert slots_reason(carved()) is None

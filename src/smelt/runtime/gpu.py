@@ -50,7 +50,7 @@ from smelt.runtime.decoder import (
     Norm,
     merge_linears,
 )
-from smelt.runtime.gpu_experts import FusedExperts, GroupedExperts, route_to
+from smelt.runtime.gpu_experts import ExpertLoader, FusedExperts, GroupedExperts, SlottedExperts, route_to
 
 # Queries, keys and values of all heads [tokens, heads * head_dim], before RoPE -> [tokens, heads * head_dim]
 Attend = Callable[[Tensor, Attention], Tensor]
@@ -64,21 +64,26 @@ def compile_kernels(sources: set[str]) -> Iterator[bytes]:
 class FusedNetwork:
     """Compute hidden states and logits from embedded tokens; the caller provides the attention function.
 
-    `lora` has the adapters' factors by the first of the layers that share an input.
+    `lora` has the adapters' factors by the first of the layers that share an input. With `expert_slots`, so many carved
+    experts are on the device at a time, and the others are loaded when they are needed.
     """
 
     def __init__(
-        self, network: Decoder, max_num_seqs: int, lora: Mapping[nn.Module, StackedFactors] | None = None
-    ) -> None:
+        self, network: Decoder, max_num_seqs: int, lora: Mapping[nn.Module, StackedFactors] | None = None,
+        *, expert_slots: int | None = None, expert_prefetch: bool = True,
+    ) -> None:  # fmt: skip
         self.decoder, lora = network, lora or {}
         heads = max(part.num_kv_heads for part in network.parts if isinstance(part, Attention))
         self.split_counter = torch.zeros(max_num_seqs * heads, dtype=torch.int32, device=network.embedding.device)
         dtype = network.embedding.dtype
-        self._layers = [_fuse_part(part, dtype, lora) for part in network.parts]
+        self._layers = [_fuse_part(part, dtype, lora, expert_slots) for part in network.parts]
         self._leaders = {part.map_of for part in network.parts if isinstance(part, Attention)}
         self._lm_head = FusedLinear([network.lm_head], dtype)
         self.has_experts = any(isinstance(layer, FusedExperts | FusedCarvedExperts) for layer in self._layers)
-        self._carved = [layer.own for layer in self._layers if isinstance(layer, FusedCarvedExperts)]
+        self._carved = [layer for layer in self._layers if isinstance(layer, FusedCarvedExperts)]
+        slotted = [layer.slotted for layer in self._carved if layer.slotted is not None]
+        self._loader = ExpertLoader(slotted, network.embedding.device, expert_prefetch) if slotted else None
+        self.expert_bytes = sum(layer.expert_bytes for layer in slotted)  # of one expert in all layers
 
     def kernel_sources(self) -> set[str]:
         """Return the sources of the matmuls of every batch size, for `compile_kernels`."""
@@ -106,15 +111,21 @@ class FusedNetwork:
         tiles: LoraTiles | None = None,
         active: Tensor | None = None,
         experts: Tensor | None = None,
+        loads: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor:  # [tokens, width] -> the same
         """Run all layers in place and return the hidden states before the final norm. `tiles`: tokens with adapters.
 
         Tokens that are not `active` (bool [tokens]) are padding: no expert is read for them. `experts` [tokens] are
-        those of carved feed-forwards.
+        those of carved feed-forwards, or with expert slots the slots that they are in; `loads` are the arguments of
+        `ExpertLoader.begin` if experts of this step are in no slot.
         """
         residual: Tensor | None = None
         shared: dict[int, Tensor] = {}  # queries, keys and values by layer, where others use its map
         routing = None if experts is None else self._route_to(experts, active)
+        loader = None if loads is None else self._loader
+        if loader is not None and loads is not None:
+            loader.begin(*loads)
+        carved = 0
         for part, layer in zip(self.decoder.parts, self._layers, strict=True):
             y: Tensor | QuantizedRows
             if isinstance(layer, FusedExperts):
@@ -123,7 +134,10 @@ class FusedNetwork:
                 continue
             if isinstance(layer, FusedCarvedExperts):
                 assert routing is not None
-                residual = layer.add(hidden, residual, routing)
+                x, residual = layer.add(hidden, residual, routing)
+                if loader is not None:
+                    loader.add(carved, x, hidden)
+                carved += 1
                 continue
             first, second = layer
             if isinstance(part, Attention):
@@ -146,8 +160,8 @@ class FusedNetwork:
 
     def _route_to(self, experts: Tensor, active: Tensor | None) -> Routing:
         """Sort tokens by their experts, which are the same in all layers."""
-        sizes = set.intersection(*(set(own.tile_sizes) for own in self._carved))
-        return route_to(experts, self._carved[0].num_experts, sorted(sizes), active)
+        sizes = set.intersection(*(set(layer.own.tile_sizes) for layer in self._carved))
+        return route_to(experts, self._carved[0].own.num_experts, sorted(sizes), active)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._lm_head.norm_forward(hidden, None, self.decoder.final_norm)
@@ -163,32 +177,38 @@ class FusedNetwork:
 class FusedCarvedExperts:
     """A feed-forward carved into experts: the channels of all tokens, and those of each token's expert."""
 
-    def __init__(self, part: CarvedExperts, dtype: torch.dtype) -> None:
+    def __init__(self, part: CarvedExperts, dtype: torch.dtype, slots: int | None) -> None:
         self.part = part.shared
         self.shared = FusedLinear(part.shared.input_projections, dtype), FusedLinear([part.shared.output], dtype)
-        self.own = GroupedExperts(part.experts, part.shared.activation, dtype)
+        self.slotted = None if slots is None else SlottedExperts(part.experts, part.shared.activation, slots)
+        self.own = (
+            GroupedExperts.stack(part.experts, part.shared.activation, dtype)
+            if self.slotted is None
+            else self.slotted.slots
+        )
 
-    def add(self, hidden: Tensor, residual: Tensor | None, routing: Routing) -> Tensor:
-        """Add `residual` to the hidden states and the experts' outputs, in place; return what is still to be added."""
+    def add(self, hidden: Tensor, residual: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Add `residual` to the hidden states and the experts' outputs, in place; return the experts' input, and what
+        is still to be added."""
         first, second = self.shared
         norm = self.part.norm
         assert norm is not None
         x = add_rms_norm(hidden, residual, norm.weight, norm.epsilon)
         y = second.forward(act_and_mul(first.forward(x), self.part.activation))
         self.own.add(x, routing, hidden)
-        return y
+        return x, y
 
     def kernel_sources(self) -> set[str]:
         return self.own.kernel_sources(1)
 
 
 def _fuse_part(
-    part: DecoderPart, dtype: torch.dtype, lora: Mapping[nn.Module, StackedFactors]
+    part: DecoderPart, dtype: torch.dtype, lora: Mapping[nn.Module, StackedFactors], expert_slots: int | None
 ) -> tuple[FusedLinear, FusedLinear] | FusedExperts | FusedCarvedExperts:
     if isinstance(part, MixtureOfExperts):
         return FusedExperts(part, dtype)
     if isinstance(part, CarvedExperts):
-        return FusedCarvedExperts(part, dtype)
+        return FusedCarvedExperts(part, dtype, expert_slots)
     first = FusedLinear(part.input_projections, dtype, lora.get(part.input_projections[0]))
     return first, FusedLinear([part.output], dtype, lora.get(part.output))
 

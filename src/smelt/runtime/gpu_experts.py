@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from smelt.kernels.dispatch import forced_backend
 from smelt.kernels.gated_activation import GatedActivation
 from smelt.kernels.gpu import grouped, hopper_layout
 from smelt.kernels.gpu.activations import QuantizedRows
-from smelt.kernels.gpu.experts import Routing, combine, gather_rows, route
+from smelt.kernels.gpu.experts import Routing, combine, copy_experts, gather_rows, route
 from smelt.kernels.gpu.fused_ops import MAX_QUANTIZED_WIDTH, act_and_mul, act_and_mul_quantize, add_rms_norm
 from smelt.kernels.gpu.grouped import GroupedDense, GroupedLinear, GroupedPacked, choose_tile_size
 from smelt.kernels.gpu.hopper_grouped import GroupedHopper
@@ -32,31 +33,44 @@ MAX_TOKENS = 2**14  # of a step whose kernels are compiled before they are neede
 Experts = Sequence[Sequence[nn.Module]]  # layers with the same input, of each expert
 
 
+@dataclass(frozen=True)
 class GroupedExperts:
     """The layers of all experts stacked: two grouped GEMMs with a gate between them."""
 
-    def __init__(self, experts: Sequence[ExpertLayers], activation: GatedActivation, dtype: torch.dtype) -> None:
-        self.dtype, self._activation, self.num_experts = dtype, activation, len(experts)
-        self.gate_up = stack_linears([(expert.gate, expert.up) for expert in experts], dtype)
-        self.output = stack_linears([(expert.output,) for expert in experts], dtype)
-        self._gate_up_bias = _stack_biases([(expert.gate, expert.up) for expert in experts], dtype)
-        self._output_bias = _stack_biases([(expert.output,) for expert in experts], dtype)
-        self.tile_sizes = sorted(set(self.gate_up.tile_sizes) & set(self.output.tile_sizes))
+    gate_up: GroupedLinear
+    output: GroupedLinear
+    activation: GatedActivation
+    num_experts: int
+    dtype: torch.dtype
+    gate_up_bias: Tensor | None = None
+    output_bias: Tensor | None = None
+
+    @classmethod
+    def stack(cls, experts: Sequence[ExpertLayers], activation: GatedActivation, dtype: torch.dtype) -> GroupedExperts:
+        gate_up = [(expert.gate, expert.up) for expert in experts]
+        output = [(expert.output,) for expert in experts]
+        products = stack_linears(gate_up, dtype), stack_linears(output, dtype)
+        biases = _stack_biases(gate_up, dtype), _stack_biases(output, dtype)
+        return cls(*products, activation, len(experts), dtype, *biases)
+
+    @property
+    def tile_sizes(self) -> list[int]:
+        return sorted(set(self.gate_up.tile_sizes) & set(self.output.tile_sizes))
 
     def add(self, x: Tensor, routing: Routing, hidden: Tensor) -> None:
         """Add the weighted outputs of the tokens' experts for x [tokens, width] to the hidden states, in place."""
         shared = len(x) == 1 and self.gate_up.quant is None
         inputs = x if shared else gather_rows(x, routing, self.gate_up.quant)
-        gate_up = _add_bias(self.gate_up(inputs, routing, shared=shared), self._gate_up_bias, routing)
+        gate_up = _add_bias(self.gate_up(inputs, routing, shared=shared), self.gate_up_bias, routing)
         output = self.output(self._gate(gate_up, routing), routing)
-        combine(_add_bias(output, self._output_bias, routing), routing, hidden)
+        combine(_add_bias(output, self.output_bias, routing), routing, hidden)
 
     def _gate(self, gate_up: Tensor, routing: Routing) -> Tensor | QuantizedRows:
         quant = self.output.quant
         if quant is None:
-            return act_and_mul(gate_up, self._activation)
+            return act_and_mul(gate_up, self.activation)
         row_experts = None if quant.static_scale is None else routing.row_experts
-        return act_and_mul_quantize(gate_up, quant, self._activation, row_experts)
+        return act_and_mul_quantize(gate_up, quant, self.activation, row_experts)
 
     def kernel_sources(self, top_k: int) -> set[str]:
         """Return the sources of the CUDA kernels of every number of tokens."""
@@ -75,7 +89,7 @@ class FusedExperts:
     """A mixture of experts: norm, router, top-k, and the experts."""
 
     def __init__(self, part: MixtureOfExperts, dtype: torch.dtype) -> None:
-        self.part, self.experts = part, GroupedExperts(part.experts, part.activation, dtype)
+        self.part, self.experts = part, GroupedExperts.stack(part.experts, part.activation, dtype)
 
     def add(self, hidden: Tensor, residual: Tensor | None, active: Tensor | None) -> None:
         """Add `residual` to the hidden states [tokens, width], then the output of the mixture, both in place."""
@@ -95,9 +109,90 @@ class FusedExperts:
         return self.experts.kernel_sources(self.part.top_k)
 
 
+class SlottedExperts:
+    """The experts of a layer in host memory, with copies of a few of them in slots on the device."""
+
+    def __init__(self, experts: Sequence[ExpertLayers], activation: GatedActivation, slots: int) -> None:
+        device = _weight(experts[0].output).device
+        self._activation, self.num_experts = activation, len(experts)
+        gate_up: Experts = [(expert.gate, expert.up) for expert in experts]
+        output: Experts = [(expert.output,) for expert in experts]
+        self.host = [_stack_dense(layers, in_host_memory=True) for layers in (gate_up, output)]
+        self._matrices = [matrix.new_zeros(slots, *matrix.shape[1:], device=device) for matrix in self.host]
+        self.slots = self.grouped(self._matrices)
+        self.expert_bytes = sum(matrix[0].nbytes for matrix in self.host)
+
+    def grouped(self, matrices: Sequence[Tensor]) -> GroupedExperts:
+        """Return experts with these matrices on the device."""
+        gate_up, output = matrices
+        products = GroupedDense(gate_up), GroupedDense(output)
+        return GroupedExperts(*products, self._activation, len(gate_up), gate_up.dtype)
+
+    def put(self, buffers: Sequence[Tensor], places: Tensor) -> None:
+        """Copy experts from buffers of the device to slots; `places` are those of `copy_experts`."""
+        for buffer, matrices in zip(buffers, self._matrices, strict=True):
+            copy_experts(buffer, matrices, places)
+
+
+class ExpertLoader:
+    """Copies the experts of a step that are in no slot to the device, while the layers before them run.
+
+    They are known before the first layer. Two buffers hold those of a layer each: one is filled while the experts in
+    the other one run. Without prefetching, a layer waits for its own copies. All of it can be captured.
+    """
+
+    def __init__(self, layers: Sequence[SlottedExperts], device: torch.device, prefetch: bool) -> None:
+        self._layers = layers
+        sizes = [max(layer.host[part].numel() for layer in layers) for part in range(2)]
+        dtype = layers[0].host[0].dtype
+        self._buffers = [[torch.empty(size, dtype=dtype, device=device) for size in sizes] for _ in range(2)]
+        self._stream = torch.cuda.Stream(device) if prefetch and device.type == "cuda" else None
+        self._stream_events: dict[int, Any] = {}  # of each layer's copies
+        self._joined = torch.zeros(1, device=device)
+
+    def begin(self, experts: Tensor, loaded: Tensor, placed: Tensor) -> None:
+        """Begin a step. `experts` [tokens] are those of tokens whose expert is in no slot, or -1; `loaded` [experts]
+        says which experts to copy: their own index, or -1; `placed` [experts] in which slot each of them stays, or -1.
+        """
+        first = self._layers[0]
+        sizes = first.slots.tile_sizes
+        self._routing = route_to(experts, first.num_experts, sizes, experts >= 0)
+        self._loaded, self._placed = loaded, placed
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            for index in range(min(2, len(self._layers))):
+                self._load(index)
+
+    def add(self, index: int, x: Tensor, hidden: Tensor) -> None:
+        """Add the outputs of a layer's loaded experts for x [tokens, width] to the hidden states, in place."""
+        if self._stream is None:
+            self._load(index)
+        else:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._stream_events[index])
+            self._joined.zero_()  # the kernels that follow may start before the one before them has ended: before this
+        layer, buffers = self._layers[index], self._buffers_of(index)
+        layer.grouped(buffers).add(x, self._routing, hidden)
+        layer.put(buffers, self._placed)
+        if self._stream is not None and index + 2 < len(self._layers):
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            self._load(index + 2)
+
+    def _load(self, index: int) -> None:
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            for source, buffer in zip(self._layers[index].host, self._buffers_of(index), strict=True):
+                copy_experts(source, buffer, self._loaded)
+            if self._stream is not None:
+                self._stream_events[index] = self._stream.record_event()
+
+    def _buffers_of(self, index: int) -> list[Tensor]:
+        parts = zip(self._buffers[index % 2], self._layers[index].host, strict=True)
+        return [buffer[: matrix.numel()].view_as(matrix) for buffer, matrix in parts]
+
+
 def route_to(experts: Tensor, num_experts: int, tile_sizes: Sequence[int], active: Tensor | None) -> Routing:
-    """Route each token to the expert [tokens] that was chosen for it, with a weight of 1."""
-    chosen = experts[:, None] == torch.arange(num_experts, device=experts.device)
+    """Route each token to the expert [tokens] that was chosen for it, with a weight of 1. Tokens with a negative one
+    must not be active; weights are finite for them, too."""
+    chosen = (experts[:, None] == torch.arange(num_experts, device=experts.device)) | (experts < 0)[:, None]
     logits = torch.where(chosen, 0.0, float("-inf"))
     size = choose_tile_size(len(experts), 1, num_experts, tile_sizes)
     return route(logits, 1, normalize=True, weight_dtype=torch.float32, tile_size=size, active=active)
@@ -114,6 +209,19 @@ def unsupported_reason(model: Model) -> str | None:
             if (reason := unstackable_reason(experts, model.network.dtype)) is not None:
                 return reason
     return None
+
+
+def slots_reason(model: Model) -> str | None:
+    """Return why the fused network cannot run the carved experts of a model from slots, or None if it can."""
+    layers = [
+        layer
+        for part in decoder.carved_layers(model)
+        for expert in part.experts
+        for layer in (expert.gate, expert.up, expert.output)
+    ]
+    if all(type(layer) is nn.Linear and layer.bias is None for layer in layers):
+        return None
+    return "its experts are quantized or have biases"
 
 
 def unstackable_reason(experts: Experts, dtype: torch.dtype) -> str | None:
@@ -245,12 +353,15 @@ def _share_packed(experts: Experts, stacked: GroupedPacked) -> None:
         start = stop
 
 
-def _stack_dense(experts: Experts) -> Tensor:  # [experts, rows, columns]
-    """Stack plain or dequantized weights; experts that lost channels are padded with zeros to the widest one."""
+def _stack_dense(experts: Experts, *, in_host_memory: bool = False) -> Tensor:  # [experts, rows, columns]
+    """Stack plain or dequantized weights, pinned if in host memory; experts that lost channels are padded with zeros to
+    the widest one."""
     weights = [[_weight(layer) for layer in expert] for expert in experts]
     parts = [max(len(weight) for weight in part) for part in zip(*weights, strict=True)]
     columns = max(weight.shape[1] for part in weights for weight in part)
-    stacked = weights[0][0].new_zeros(len(experts), sum(parts), columns)
+    first, shape = weights[0][0], (len(experts), sum(parts), columns)
+    pinned = in_host_memory and first.is_cuda
+    stacked = torch.zeros(shape, dtype=first.dtype, device="cpu" if in_host_memory else first.device, pin_memory=pinned)
     for index, expert in enumerate(experts):
         start = 0
         for layer, weight, size in zip(expert, weights[index], parts, strict=True):

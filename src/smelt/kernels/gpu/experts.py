@@ -20,6 +20,7 @@ from smelt.kernels.gpu.activations import QuantizedRows, RowQuant, store_quantiz
 from smelt.kernels.gpu.arch import PDL
 from smelt.kernels.gpu.fused_ops import quant_constants
 
+COPY_PROGRAMS = 32  # per expert: enough reads in flight to occupy the bus to host memory
 MAX_RANKED_PAIRS = 32  # largest number of pairs that one program routes and sorts by comparing them with each other
 
 
@@ -296,6 +297,27 @@ def gather_rows(x: Tensor, routing: Routing, quant: RowQuant | None) -> Tensor |
         num_warps=max(1, min(8, padded // 512)), launch_pdl=PDL,
     )  # fmt: skip
     return result
+
+
+@triton.jit
+def copy_experts_kernel(source, target, places, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    expert, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = tl.load(places + expert)
+    for start in range(block * BLOCK, tl.where(place >= 0, size, 0), tl.num_programs(1) * BLOCK):
+        offset = start + tl.arange(0, BLOCK)
+        inside = offset < size
+        tl.store(target + place * size + offset, tl.load(source + expert * size + offset, mask=inside), mask=inside)
+
+
+def copy_experts(source: Tensor, target: Tensor, places: Tensor) -> None:
+    """Copy the matrices of experts [experts, rows, columns] to their `places` [experts], int64, in `target`; those with
+    a negative one are left out. The source may be in pinned host memory: what is copied is decided on the device, so a
+    CUDA graph can hold the copies."""
+    size = source[0].numel()
+    assert source.is_contiguous() and target.is_contiguous() and target[0].numel() == size
+    block = min(4096, triton.next_power_of_2(size))
+    programs = min(triton.cdiv(size, block), COPY_PROGRAMS)
+    copy_experts_kernel[(len(source), programs)](source, target, places, size, BLOCK=block, num_warps=8)
 
 
 @triton.jit

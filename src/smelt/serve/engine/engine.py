@@ -246,7 +246,7 @@ class Engine:
             self.step_timer.add_work(inflight.batch.work(self._context_unit))
         if self._inflight and self._needs_history():
             return self._read(self._inflight.popleft())
-        if self.runner.max_inflight_steps:  # on GPUs a step is short
+        if self.runner.max_inflight_steps or self.model.device.type == "cuda":  # a step is short
             batch, begun = self.scheduler.schedule(), None
         else:
             batch, begun = self.scheduler.schedule(self._prefill_pace.max_tokens), time.monotonic()

@@ -41,7 +41,7 @@ from smelt.serve.engine.per_head.cache import PerHeadCache, page_bytes
 from smelt.serve.engine.per_head.cache_manager import PerHeadCacheManager
 from smelt.serve.engine.per_head.gpu_pages import PerHeadGpuPages
 from smelt.serve.engine.per_head.runner import PerHeadRunner
-from smelt.serve.engine.routed_runner import RoutedGpuRunner, RoutedRunner
+from smelt.serve.engine.routed_runner import RoutedGpuRunner, RoutedRunner, SlottedGpuRunner
 from smelt.serve.engine.runner import InflightBatch, ModelRunner
 from smelt.serve.engine.scheduler import ScheduledBatch, Scheduler
 from smelt.serve.engine.sparse_runner import SparseRunner
@@ -100,11 +100,12 @@ class _ResolvedConfig:
     @cached_property
     def eager_reason(self) -> str | None:
         """Why the network runs eagerly on a GPU."""
-        resident = self.config.expert_slots is None  # all experts, if they are carved
-        if (reason := decoder.unsupported_reason(self.model, carved_experts=resident)) is not None:
+        if (reason := decoder.unsupported_reason(self.model, carved_experts=True)) is not None:
             return reason
-        from smelt.runtime.gpu_experts import unsupported_reason  # needs Triton
+        from smelt.runtime.gpu_experts import slots_reason, unsupported_reason  # needs Triton
 
+        if self.config.expert_slots is not None and (reason := slots_reason(self.model)) is not None:
+            return reason
         experts = [part for part in self.model.anatomy.parts if part.mixture is not None]
         projections = [projection for part in experts for projection in (*part.input_projections, part.output)]
         if self.adapters.layers.intersection(projection.path for projection in projections):
@@ -294,16 +295,23 @@ def _build_routed(resolved: _ResolvedConfig) -> tuple[Scheduler, Runner]:
         num_blocks, resolved.block_size, enable_prefix_caching=resolved.cache.enable_prefix_caching,
         block_bytes=bytes_per_block,
     )  # fmt: skip
-    if resolved.runs_fused:
+    if resolved.runs_fused and config.expert_slots is None:
         return resolved.scheduler(PagedCacheManager(pool)), RoutedGpuRunner(
             model, **_gpu_settings(resolved, num_blocks)
         )
-    runner = RoutedRunner(
-        model, num_blocks=num_blocks, block_size=resolved.block_size, max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=resolved.max_model_len,
-        compiled=config.compiled, kv_cache_dtype=resolved.kv_cache_dtype, expert_slots=config.expert_slots,
-        expert_policy=config.expert_policy, expert_prefetch=config.expert_prefetch,
-    )  # fmt: skip
+    experts: dict[str, Any] = {
+        "expert_slots": config.expert_slots, "expert_policy": config.expert_policy,
+        "expert_prefetch": config.expert_prefetch,
+    }  # fmt: skip
+    runner: RoutedRunner | SlottedGpuRunner
+    if resolved.runs_fused:
+        runner = SlottedGpuRunner(model, **_gpu_settings(resolved, num_blocks), **experts)
+    else:
+        runner = RoutedRunner(
+            model, num_blocks=num_blocks, block_size=resolved.block_size, max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=resolved.max_model_len,
+            compiled=config.compiled, kv_cache_dtype=resolved.kv_cache_dtype, **experts,
+        )  # fmt: skip
     num_experts = runner.token_router.num_experts
     limited = config.expert_slots is not None and config.expert_slots < num_experts
     scheduler = ExpertScheduler(

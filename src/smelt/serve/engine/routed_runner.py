@@ -7,27 +7,29 @@ before the next step is scheduled: the scheduler can group tokens by expert, and
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from smelt.errors import ModelError, RequestError
 from smelt.models.carved_experts import carved_layers, carved_routes_of
 from smelt.models.carved_feed_forward import SharedRouting
 from smelt.models.expert_router import ExpertRouter
+from smelt.models.lora import StackedFactors
 from smelt.models.model import Model
-from smelt.serve.engine.expert_cache import ExpertCache
+from smelt.runtime.decoder import build_decoder
+from smelt.serve.engine.expert_cache import ExpertAccess, ExpertCache
 from smelt.serve.engine.expert_slots import ExpertSlots
-from smelt.serve.engine.gpu_runner import GpuRunner, known_token
+from smelt.serve.engine.gpu_runner import CAPTURE_SIZES, GpuRunner, known_token
 from smelt.serve.engine.request import Request
 from smelt.serve.engine.runner import InflightBatch, ModelRunner
 from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 
 if TYPE_CHECKING:
-    from smelt.runtime.gpu import Attend
+    from smelt.runtime.gpu import Attend, FusedNetwork
 
 
 class TokenRouter:
@@ -94,13 +96,38 @@ class RoutesTokens(ABC):
         """Return counts since the start, for the metrics."""
 
 
+class RoutesAhead(RoutesTokens):
+    """A runner whose steps are scheduled by the experts of their tokens."""
+
+    token_router: TokenRouter
+    expert_cache: ExpertCache | None
+
+    def resident(self) -> list[int]:
+        """Return the experts on the device; none if all of them are."""
+        return [] if self.expert_cache is None else self.expert_cache.resident
+
+
+def _build_cache(slots: int, policy: str, num_experts: int) -> ExpertCache:
+    if slots > num_experts:
+        raise RequestError(
+            f"{slots} expert slots are more than the {num_experts} experts of this model; give at most {num_experts}, "
+            "or leave them out to keep all experts on the device."
+        )
+    return ExpertCache(slots, policy)
+
+
+def _slots_suffix(runner: RoutesAhead) -> str:
+    assert runner.expert_cache is not None
+    return f", {runner.expert_cache.slots} of {runner.token_router.num_experts} experts at a time"
+
+
 def _expert_state(uses: int, hits: int = 0, misses: int = 0, loaded_bytes: int = 0) -> dict[str, int]:
     return {
         "expert_uses": uses, "expert_hits": hits, "expert_misses": misses, "expert_bytes_loaded": loaded_bytes,
     }  # fmt: skip
 
 
-class RoutedRunner(ModelRunner, RoutesTokens):
+class RoutedRunner(ModelRunner, RoutesAhead):
     """Run the network with the experts of every token given; with `expert_slots`, so many of them are on the device,
     and steps are eager."""
 
@@ -112,13 +139,9 @@ class RoutedRunner(ModelRunner, RoutesTokens):
         routes = carved_routes_of(model.network)
         assert routes is not None
         self._routes, self.token_router = routes, TokenRouter(model)
-        num_experts = self.token_router.num_experts
-        if expert_slots is not None and expert_slots > num_experts:
-            raise RequestError(
-                f"{expert_slots} expert slots are more than the {num_experts} experts of this model; give at most "
-                f"{num_experts}, or leave them out to keep all experts on the device."
-            )
-        self.expert_cache = None if expert_slots is None else ExpertCache(expert_slots, expert_policy)
+        self.expert_cache = None
+        if expert_slots is not None:
+            self.expert_cache = _build_cache(expert_slots, expert_policy, self.token_router.num_experts)
         self.slots = (
             None
             if expert_slots is None
@@ -127,9 +150,7 @@ class RoutedRunner(ModelRunner, RoutesTokens):
 
     @property
     def backend(self) -> str:
-        cache = self.expert_cache
-        slots = "" if cache is None else f", {cache.slots} of {self.token_router.num_experts} experts at a time"
-        return f"{super().backend}{slots}"
+        return super().backend + ("" if self.expert_cache is None else _slots_suffix(self))
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> InflightBatch:
@@ -142,10 +163,6 @@ class RoutedRunner(ModelRunner, RoutesTokens):
         routing = SharedRouting.of(torch.tensor(experts), self.token_router.num_experts).to(self.device)
         with self._routes.preset(routing):
             return super().launch(batch)
-
-    def resident(self) -> list[int]:
-        """Return the experts on the device; none if all of them are."""
-        return [] if self.expert_cache is None else self.expert_cache.resident
 
     def expert_state(self) -> dict[str, int]:
         cache, slots, uses = self.expert_cache, self.slots, self.token_router.uses
@@ -169,19 +186,38 @@ class RoutedGpuRunner(GpuRunner, RoutesTokens):
     def expert_state(self) -> dict[str, int]:
         return _expert_state(int(self._uses))
 
+    def _decode_inputs(self, packed: np.ndarray[Any, Any], chunks: Sequence[ScheduledChunk], size: int) -> Tensor:
+        """Leave the experts to the step itself, so that they are part of its CUDA graph."""
+        for chunk in chunks:
+            self._begin_history(chunk)
+        return self._to_device(np.concatenate((packed, self._empty_extra(size, False))))
+
+    def _forward_decode(self, values: Tensor, size: int, bound: int) -> tuple[Tensor, Tensor]:
+        slots, seq_lens, token_ids = values[: 3 * size].view(3, size)
+        values[3 * size :] = self._route_last(slots, seq_lens - 1, token_ids)
+        self._count_uses(values[3 * size :], slots != self.max_num_seqs)
+        return super()._forward_decode(values, size, bound)
+
     def _step_inputs(self, packed: np.ndarray[Any, Any], chunks: Sequence[ScheduledChunk], size: int) -> Tensor:
-        values = self._to_device(np.concatenate((packed, np.zeros(size, dtype=np.int64))))
+        values = self._to_device(np.concatenate((packed, self._empty_extra(size, False))))
         experts = values[len(packed) :]
         single = [chunk for chunk in chunks if chunk.count == 1]  # before the others
         if single:
-            experts[: len(single)] = self._route_last(single)
+            for chunk in single:
+                self._begin_history(chunk)
+            inputs = [(chunk.request.slot, chunk.start, known_token(chunk.request, chunk.start)) for chunk in single]
+            experts[: len(single)] = self._route_last(*self._to_device(np.array(inputs, dtype=np.int64).T))
         offset = len(single)
         for chunk in chunks[len(single) :]:
             experts[offset : offset + chunk.count] = self._route_prompt(chunk)
             offset += chunk.count
-        used = torch.zeros(self.router.config.experts, dtype=torch.int64, device=self.device)
-        self._uses += used.index_fill_(0, experts[:offset], 1).sum()
+        self._count_uses(experts[:offset])
         return values
+
+    def _count_uses(self, experts: Tensor, active: Tensor | None = None) -> None:
+        """Count the experts of a step; tokens that are not `active` are padding."""
+        chosen = experts[:, None] == torch.arange(self.router.config.experts, device=self.device)
+        self._uses += (chosen if active is None else chosen & active[:, None]).any(0).sum()
 
     def _route_prompt(self, chunk: ScheduledChunk) -> Tensor:  # [tokens of the chunk]
         request, stop, context = chunk.request, chunk.start + chunk.count, self.router.config.context
@@ -191,12 +227,9 @@ class RoutedGpuRunner(GpuRunner, RoutesTokens):
         self._next[request.slot] = (request, stop)
         return self.router.route(ids[None])[0, -chunk.count :]
 
-    def _route_last(self, chunks: Sequence[ScheduledChunk]) -> Tensor:  # [chunks]
-        for chunk in chunks:
-            self._begin_history(chunk)
+    def _route_last(self, slots: Tensor, positions: Tensor, ids: Tensor) -> Tensor:  # [tokens]
+        """Choose the experts of single tokens, and add them to the history; a negative id is the slot's last token."""
         context = self.router.config.context
-        inputs = [(chunk.request.slot, chunk.start, known_token(chunk.request, chunk.start)) for chunk in chunks]
-        slots, positions, ids = self._to_device(np.array(inputs, dtype=np.int64).T)
         ids = torch.where(ids < 0, self._last_tokens[slots], ids)
         rows = torch.cat((self._history[slots, 1:], ids[:, None]), dim=1)
         self._history[slots] = rows
@@ -212,8 +245,95 @@ class RoutedGpuRunner(GpuRunner, RoutesTokens):
             self._history[request.slot, context - len(before) :] = self._to_device(before)
         self._next[request.slot] = (request, start + 1)
 
-    def _empty_extra(self, size: int, with_adapters: bool) -> np.ndarray[Any, Any]:
+    def _empty_extra(self, size: int, extended: bool) -> np.ndarray[Any, Any]:
         return np.zeros(size, dtype=np.int64)
 
     def _hidden(self, embedded: Tensor, attend: Attend, extra: Tensor, active: Tensor | None) -> Tensor:
         return self.network.hidden(embedded, attend, active=active, experts=extra)
+
+
+class SlottedGpuRunner(GpuRunner, RoutesAhead):
+    """Run steps in CUDA graphs with a few of the experts on the device. A step that needs others is extended: it copies
+    them from host memory while it runs. The host knows the experts of a step, so it waits for the step before."""
+
+    max_inflight_steps = 0
+    extension = "that load experts"
+
+    def __init__(
+        self, model: Model, *, expert_slots: int, expert_policy: str, expert_prefetch: bool, **settings: Any
+    ) -> None:
+        self.token_router = TokenRouter(model)
+        self.expert_cache: ExpertCache = _build_cache(expert_slots, expert_policy, self.token_router.num_experts)
+        self._prefetch, self._loaded_bytes = expert_prefetch, 0
+        self._next_use: Mapping[int, int] = {}
+        self._accesses: list[ExpertAccess] = []
+        super().__init__(model, **settings)
+
+    def _build_network(self, model: Model, stacks: Mapping[nn.Module, StackedFactors] | None) -> FusedNetwork:
+        from smelt.runtime.gpu import FusedNetwork
+
+        decoder, slots = build_decoder(model, self.max_model_len), self.expert_cache.slots
+        return FusedNetwork(decoder, CAPTURE_SIZES[-1], stacks, expert_slots=slots, expert_prefetch=self._prefetch)
+
+    @property
+    def backend(self) -> str:
+        return super().backend + _slots_suffix(self)
+
+    def launch(self, batch: ScheduledBatch) -> InflightBatch:
+        self.token_router.begin(batch)
+        self._next_use = batch.next_expert_use
+        return super().launch(batch)
+
+    def _run_decode(self, chunks: list[ScheduledChunk]) -> tuple[Tensor, Tensor]:
+        self._plan(chunks)
+        return super()._run_decode(chunks)
+
+    def _run_prefill(self, chunks: list[ScheduledChunk]) -> tuple[Tensor, Tensor]:
+        self._plan(chunks)
+        return super()._run_prefill(chunks)
+
+    def _run_mixed(self, batch: ScheduledBatch) -> InflightBatch:
+        self._plan(batch.chunks)
+        return super()._run_mixed(batch)
+
+    def _plan(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """Decide which experts of a part of a step are in slots, and which are loaded."""
+        self._accesses = self.expert_cache.plan(experts_of(chunks), self._next_use)
+        self._loaded_bytes += self.network.expert_bytes * sum(access.loads for access in self._accesses)
+
+    @property
+    def _has_extended_steps(self) -> bool:
+        return True
+
+    def _is_extended(self, chunks: Sequence[ScheduledChunk]) -> bool:
+        return any(access.loads for access in self._accesses)
+
+    def _step_inputs(self, packed: np.ndarray[Any, Any], chunks: Sequence[ScheduledChunk], size: int) -> Tensor:
+        extra = self._empty_extra(size, self._is_extended(chunks))
+        slots, experts, loaded, placed = np.split(extra, np.cumsum([size, size, self.token_router.num_experts])[:3])
+        in_slot = {access.expert: access.slot for access in self._accesses if not access.loads}
+        routes = experts_of(chunks)
+        slots[: len(routes)] = [in_slot.get(expert, -1) for expert in routes]
+        if len(experts):
+            experts[: len(routes)] = [-1 if expert in in_slot else expert for expert in routes]
+        stay = set(self.expert_cache.resident)
+        for access in self._accesses:
+            if access.loads:
+                loaded[access.expert] = access.expert
+                placed[access.expert] = access.slot if access.expert in stay else -1
+        return self._to_device(np.concatenate((packed, extra)))
+
+    def _empty_extra(self, size: int, extended: bool) -> np.ndarray[Any, Any]:
+        """Return the slots of tokens; in extended steps also the experts of those without one, which experts to load,
+        and in which slots they stay. -1 is none."""
+        return np.full(2 * (size + self.token_router.num_experts) if extended else size, -1, dtype=np.int64)
+
+    def _hidden(self, embedded: Tensor, attend: Attend, extra: Tensor, active: Tensor | None) -> Tensor:
+        size, experts = len(embedded), self.token_router.num_experts
+        slots, rest = extra.split([size, len(extra) - size])
+        loads = rest.split([size, experts, experts]) if len(rest) else None
+        return self.network.hidden(embedded, attend, active=slots >= 0, experts=slots, loads=loads)
+
+    def expert_state(self) -> dict[str, int]:
+        cache = self.expert_cache
+        return _expert_state(self.token_router.uses, cache.hits, cache.misses, self._loaded_bytes)
