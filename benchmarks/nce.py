@@ -60,12 +60,15 @@ def main() -> None:
         if not (options.folder / DENSE).exists():  # a resumed run may have another folder
             grid.prepare([{"row": DENSE, "seed": 0}])
         cells = [{"row": name, "seed": seed} for seed in options.seeds for name in reversed(options.rows)]
-        grid.run(grid.missing([cell for cell in cells if cell["row"] != NCE_RANDOM]))
+        if not options.widths_of:  # found by the rows of this run
+            grid.run(grid.missing([cell for cell in cells if cell["row"] != NCE_RANDOM]))
         searches = previous_rows(options.widths_of, True) if options.widths_of else grid.rows
         searched = {row["seed"]: list(row["widths"].values()) for row in searches if row["row"] == NCE}
-        last = [cell for cell in cells if cell["row"] == NCE_RANDOM and searched]
         default = next(iter(searched.values()), None)
-        grid.run([{**cell, "channels": searched.get(cell["seed"], default)} for cell in grid.missing(last)])
+        for cell in cells:
+            if cell["row"] == NCE_RANDOM and searched:
+                cell["channels"] = searched.get(cell["seed"], default)
+        grid.run(grid.missing([cell for cell in cells if cell["row"] != NCE_RANDOM or searched]))
         for row, times in zip(grid.rows, measure_times(grid.rows, options), strict=True):
             row |= times
         grid.write()
@@ -214,15 +217,20 @@ def text(rows: list[Row], options: argparse.Namespace) -> str:
         for row in sorted(rows, key=lambda row: (row["row"], row["seed"])) if "widths" in row
     ]  # fmt: skip
     missing = 1 + len(options.seeds) * len(options.rows) - len(rows)
+    searched = (
+        f"Search: {options.search_epochs} epochs of {options.search_images:,} images, half for the weights; then"
+        if options.widths_of is None
+        else f"Widths of NCE: those of `{options.widths_of}.md`;"
+    )
     return (
         f"# Channels of ResNet-20 for 2 bits on CIFAR-10 (JPEG copies)\n\nFloat: {100 * dense['accuracy']:.2f} % after "
-        f"training on the copies. Search: {options.search_epochs} epochs of {options.search_images:,} images, half of "
-        f"them for the weights; then {options.epochs:g} epochs of W2A2 training with {options.images:,} images (PACT, "
-        "SAWB), batches of 256. MACs and parameters are those of the blocks relative to the original network. Times: "
-        "packed, CPU, one thread."
+        f"training on the copies. {searched} {options.epochs:g} epochs of W2A2 training with {options.images:,} images "
+        "(PACT, SAWB), batches of 256. MACs and parameters are those of the blocks relative to the original network. "
+        "Times: packed, CPU, one thread."
         + (f" {missing} rows are missing." if missing > 0 else "")
         + "\n\n" + table(headings, cells)
-        + "\n\n## Widths inside the blocks\n\n" + table(["network", "seed", "channels, before to after"], found)
+        + (f"\n\n## Widths inside the blocks\n\n{table(['network', 'seed', 'channels, before to after'], found)}"
+           if found else "")
     )  # fmt: skip
 
 

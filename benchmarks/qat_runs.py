@@ -3,7 +3,9 @@
 A script calls `run_cells` for its cells, or `Grid` for those that have no row yet, and `train_cells` where it is
 started with `--cells`; where every cell is a process of its own that is started with `--cell`, it calls `run_cell`.
 
-On a machine that is lent for a time, set SMELT_BENCHMARK_DEADLINE to a Unix time: no cell starts after it.
+On a machine that is lent for a time, set SMELT_BENCHMARK_DEADLINE to a Unix time: no cell starts after it. Where many
+processes share a GPU, set SMELT_BENCHMARK_GPU_FRACTION to the most of its memory that each of them may reserve: freed
+memory that PyTorch keeps is used again instead of growing until others have none.
 """
 
 from __future__ import annotations
@@ -199,6 +201,8 @@ def train_cells(cells: str, train: Callable[[Row], Row]) -> None:
     """Train the cells of this process and print a row for each."""
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(float(os.environ.get("SMELT_BENCHMARK_GPU_FRACTION", "1")))
     for cell in json.loads(cells):
         if is_too_late():
             print(_MARK + json.dumps(f"{cell} was not started: the deadline is over"), flush=True)
