@@ -169,7 +169,7 @@ class ExpertLoader:
             self._load(index)
         else:
             torch.cuda.current_stream(self._stream.device).wait_event(self._stream_events[index])
-            self._joined.zero_()  # the kernels that follow may start before the one before them has ended: before this
+            self._joined.zero_()  # so that dependent launches overlap this kernel, not the copies
         layer, buffers = self._layers[index], self._buffers_of(index)
         layer.grouped(buffers).add(x, self._routing, hidden)
         layer.put(buffers, self._placed)
