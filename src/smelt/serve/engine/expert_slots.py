@@ -1,4 +1,7 @@
-"""The weights of carved experts in host memory, with a few of them in slots on the device.
+"""The weights of carved experts in host memory, with a few of them in slots on the device, for eager steps.
+
+The fused network of a GPU has slots of its own, whose copies are part of a CUDA graph (`runtime/gpu_experts.py`); here
+run experts that it does not support, and those on CPU.
 
 A slot holds one expert of a layer, and the same expert is in the same slot in all layers. What a step needs is known
 before its first layer, so the copies of all layers begin at once on a stream of their own, in the order in which the
